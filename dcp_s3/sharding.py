@@ -257,7 +257,16 @@ def shard_state(
     splits: dict[str, Any] = {}
 
     def note(name: str, tensor: torch.Tensor) -> None:
-        if (split := _split_of(name, tensor, plan)) is not None:
+        if _is_sharded(tensor) or not tensor.dim():
+            return
+        pattern = name if name in plan else next((each for each in plan if fnmatchcase(name, each)), None)
+        if pattern is None:
+            raise ShardingError(
+                f"the plan does not say how {name!r} is split. Remedy: give its dimension, or None if each rank has "
+                "all of it",
+                fqn=name,
+            )
+        if (split := plan[pattern]) is not None:
             splits[name] = split, tensor.shape, tensor.dtype
 
     def make_shard(name: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -278,20 +287,6 @@ def shard_state(
             )
     sharded: dict[str, Any] = _map_tensors(state, make_shard)
     return sharded
-
-
-def _split_of(name: str, tensor: torch.Tensor, plan: Plan) -> int | Fused | None:
-    """How the plan splits a tensor; None if it does not, or the tensor knows itself."""
-    if _is_sharded(tensor) or not tensor.dim():
-        return None
-    pattern = name if name in plan else next((each for each in plan if fnmatchcase(name, each)), None)
-    if pattern is None:
-        raise ShardingError(
-            f"the plan does not say how {name!r} is split. Remedy: give its dimension, or None if each rank has all of "
-            "it",
-            fqn=name,
-        )
-    return plan[pattern]
 
 
 def _shard(name: str, tensor: torch.Tensor, split: int | Fused, rank: int, world_size: int) -> torch.Tensor:

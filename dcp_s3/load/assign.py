@@ -2,11 +2,9 @@
 
     items of all ranks -> saved chunks -> those that are shared -> parts -> pieces -> owners
 
-Ranks that need the same, such as replicas, are a team. Teams are looked at, not ranks, until the owners are chosen.
-
-A chunk is shared as a whole or not at all: if the ranks, each on its own, would together fetch at least a quarter more
-bytes than one rank would for all. Its parts are cut where its checksums are, so that any rank that fetches one can
-verify it.
+Ranks that need the same, such as replicas, are a team. A chunk is shared as a whole or not at all: if the ranks, each
+on its own, would together fetch at least a quarter more bytes than one rank would for all. Its parts are cut where its
+checksums are, so that any rank that fetches one can verify it.
 """
 
 from __future__ import annotations
@@ -37,40 +35,24 @@ _SMALL = 2**20  # parts up to here share a piece with their neighbours; no part 
 # --- what each rank is told ---------------------------------------------------------------------------
 
 Boxes = tuple[Box, ...]
-"""Boxes of a chunk."""
+_Peer = tuple[int, tuple[Boxes, ...]]  # a rank that gets a piece, and for each part of it the boxes of its items
 
 
 class SharedPart(NamedTuple):
     """A run of bytes of a stored chunk, as one rank sees it."""
 
-    items: tuple[int, ...]
-    """Numbers of the rank's items that need bytes of the part."""
-    start: int
-    """First byte in the chunk."""
-    stop: int
-    """The byte after the last."""
-
-
-class Peer(NamedTuple):
-    """A rank that the owner of a piece sends to."""
-
-    rank: int
-    """Rank in the load's group."""
-    needs: tuple[Boxes, ...]
-    """For each part, the boxes of its items."""
+    items: tuple[int, ...]  # numbers of the rank's items that need bytes of the part
+    start: int  # first byte in the chunk
+    stop: int  # the byte after the last
 
 
 class SharedPiece(NamedTuple):
     """The bytes that one request fetches and several ranks need, as seen by one of these ranks."""
 
-    number: int
-    """Place in the order in which all ranks process the pieces."""
-    owner: int
-    """Rank that fetches the piece."""
-    parts: tuple[SharedPart, ...]
-    """Parts in the order in which they lie in the object."""
-    peers: tuple[Peer, ...]
-    """Ranks that the piece is sent to; for the owner only."""
+    number: int  # place in the order in which all ranks process the pieces
+    owner: int  # rank that fetches the piece
+    parts: tuple[SharedPart, ...]  # parts in the order in which they lie in the object
+    peers: tuple[_Peer, ...]  # ranks that the piece is sent to, in order; for the owner only
 
 
 class Assignment(NamedTuple):
@@ -78,16 +60,9 @@ class Assignment(NamedTuple):
 
     items: tuple[ReadItem, ...]
     """The items of the plan that was shared out: a planner must not change it afterwards."""
-    pieces: tuple[SharedPiece, ...]
-    """Pieces that the rank fetches or needs, in order of their numbers."""
-    group: str = "default"
-    """The process group to exchange them in, see `messages.choose_group`."""
-    tag: int = 0
-    """The first tag of messages, another one for each load."""
-
-    def shared_items(self) -> set[int]:
-        """Numbers of the items that arrive in pieces, and only so."""
-        return {number for piece in self.pieces for part in piece.parts for number in part.items}
+    pieces: tuple[SharedPiece, ...]  # pieces that the rank fetches or needs, in order of their numbers
+    group: str = "default"  # the process group to exchange them in, see `messages.choose_group`
+    tag: int = 0  # the first tag of messages, another one for each load
 
 
 # --- the plan -----------------------------------------------------------------------------------------
@@ -123,20 +98,16 @@ def plan_sharing(
     *,
     max_piece: int,
     max_gap: int,
-    group: str = "default",
-    tag: int = 0,
 ) -> list[Assignment] | None:
-    """Assign the bytes that several ranks need to the ranks that fetch them.
+    """Assign the bytes that several ranks need to the ranks that fetch them; the same arguments give the same result.
 
     Args:
-        metadata: metadata of the checkpoint.
         plans: the items of each rank.
         max_piece: maximum bytes of a piece, unless a block of its checksums is longer.
         max_gap: longest gap (bytes) between two runs of a box that is fetched rather than skipped.
-        group, tag: see `Assignment`.
 
     Returns:
-        An assignment for each rank, None if there is nothing to share. The same arguments give the same result.
+        An assignment for each rank, None if there is nothing to share.
     """
     teams: dict[tuple[_Need, ...], list[int]] = {}  # in the order of their first ranks
     for rank, items in enumerate(plans):
@@ -159,12 +130,26 @@ def plan_sharing(
         parts += _share(metadata, boxes, sizes, covers, cut, max_gap, max_piece)
     if not parts:
         return None
-    pieces = _join(parts, max_piece)
+    # Neighbours that the same ranks need are one piece.
+    pieces: list[list[_Part]] = []
+    for part in sorted(parts, key=lambda p: (p.chunk.info.relative_path, p.start, p.stop)):
+        last = pieces[-1][-1] if pieces else None
+        if (
+            last is not None
+            and part.chunk.info.relative_path == last.chunk.info.relative_path
+            and 0 <= part.start - last.stop <= _MAX_GAP
+            and max(part.stop - part.start, last.stop - last.start) <= _SMALL
+            and part.stop - pieces[-1][0].start <= max_piece
+            and part.users.keys() == last.users.keys()
+        ):
+            pieces[-1].append(part)
+        else:
+            pieces.append([part])
     told: list[list[SharedPiece]] = [[] for _ in members]
-    owned: dict[int, list[tuple[int, tuple[Peer, ...]]]] = {}  # by rank: where the piece is in ``told``, and its peers
+    owned: dict[int, list[tuple[int, tuple[_Peer, ...]]]] = {}  # by rank: where the piece is in ``told``, and its peers
     team_of = {rank: team for team, each in enumerate(members) for rank in each}
     for number, (index, owner) in enumerate(_choose_owners(pieces, members)):
-        piece, peers = pieces[index], list[Peer]()
+        piece, peers = pieces[index], list[_Peer]()
         views: dict[tuple[tuple[int, ...], ...], SharedPiece] = {}
         for team in sorted(piece[0].users):
             seen = tuple([part.users[team][0] for part in piece])
@@ -173,7 +158,7 @@ def plan_sharing(
                 views[seen] = SharedPiece(number, owner, tuple(own), ())
             told[team].append(views[seen])
             boxes_of = tuple([part.users[team][1] for part in piece])
-            peers += [Peer(rank, boxes_of) for rank in members[team] if rank != owner]
+            peers += [(rank, boxes_of) for rank in members[team] if rank != owner]
         peers.sort(key=operator.itemgetter(0))
         owned.setdefault(owner, []).append((len(told[team_of[owner]]) - 1, tuple(peers)))
     assignments = []
@@ -181,7 +166,7 @@ def plan_sharing(
         found = told[team_of[rank]].copy()
         for place, peers_of_piece in owned.get(rank, ()):
             found[place] = found[place]._replace(peers=peers_of_piece)
-        assignments.append(Assignment(tuple(items), tuple(found), group, tag))
+        assignments.append(Assignment(tuple(items), tuple(found)))
     return assignments
 
 
@@ -198,10 +183,7 @@ def _share(
     max_piece: int,
 ) -> list[_Part]:
     """Cut a chunk into parts; none if sharing it is not worth it, or if its reader has to report what is wrong with it.
-
-    ``sizes`` are those of the teams. An item that every rank has to decode is shared if it is small, and all of it is
-    needed.
-    """
+    ``sizes`` are those of the teams."""
     items = [item for item, _ in boxes.values()]
     kind = items[0].type
     try:
@@ -277,27 +259,6 @@ def _cut(max_piece: int, block: int, wanted: tuple[tuple[_Runs, int], ...]) -> _
                 here = tuple([number for number, (each, _) in enumerate(wanted) if touches(each, begin, end)])
                 found.append((begin, end, here))
     return found
-
-
-def _join(parts: list[_Part], max_piece: int) -> list[list[_Part]]:
-    """Join neighbours that the same ranks need into one piece."""
-    pieces: list[list[_Part]] = []
-    begin = 0
-    for part in sorted(parts, key=lambda p: (p.chunk.info.relative_path, p.start, p.stop)):
-        last = pieces[-1][-1] if pieces else None
-        if (
-            last is not None
-            and part.chunk.info.relative_path == last.chunk.info.relative_path
-            and 0 <= part.start - last.stop <= _MAX_GAP
-            and max(part.stop - part.start, last.stop - last.start) <= _SMALL
-            and part.stop - begin <= max_piece
-            and part.users.keys() == last.users.keys()
-        ):
-            pieces[-1].append(part)
-        else:
-            pieces.append([part])
-            begin = part.start
-    return pieces
 
 
 def _choose_owners(pieces: list[list[_Part]], teams: Sequence[Sequence[int]]) -> list[tuple[int, int]]:

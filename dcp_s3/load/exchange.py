@@ -1,8 +1,8 @@
 """The exchange between the ranks of a load: each piece is fetched by its owner and sent to the others by gloo.
 
-The ranks greet each other first (`messages`). From then on every rank goes through the pieces in the order of their
-numbers to the end, whatever fails: instead of what it has not sent yet it sends the cause, and it drops what it still
-receives. So nobody waits for it.
+The ranks greet each other first. Then every rank goes through the pieces in the order of their numbers to the end,
+whatever fails: instead of what it has not sent yet it sends the cause, and it drops what it still receives. So nobody
+waits for it.
 
 One thread sends the pieces that the rank owns, one receives the others, each within bounded memory of its own. There is
 no deadlock: consider the smallest piece that is not done. Its owner has sent all that it owns before it, so the memory
@@ -16,7 +16,7 @@ import contextlib
 import queue
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent import futures
 from typing import Any
 
@@ -28,9 +28,9 @@ from dcp_s3 import errors
 from dcp_s3.limit import Cancelled
 from dcp_s3.load.assign import Assignment
 from dcp_s3.load.fetch import Fetcher
-from dcp_s3.load.items import ItemTransfer
+from dcp_s3.load.items import Transfer
 from dcp_s3.load.messages import FAILED, FOLLOWS, HEADER, HEADER_BYTES, LOOKS_EVERY, PAYLOAD, Header, Messages
-from dcp_s3.load.pieces import OwnedPiece, ReceivedPiece, SharedItems
+from dcp_s3.load.pieces import Piece
 from dcp_s3.workers import Workers
 
 _HEADERS_AHEAD = 32
@@ -42,28 +42,32 @@ _Works = list[tuple[int, Any, torch.Tensor]]
 
 
 class Exchange(Messages):
-    """One rank's part of an exchange: `join`, `provide`, then `arrivals`.
+    """One rank's part of an exchange: `provide`, then `arrivals`.
 
     Use it as a context manager around all that may fail: when it is entered the other ranks begin to count on this
     one, and an error that leaves it is told to them. The group has gloo for CPU tensors, and the ranks of the
     assignment. All of them have an assignment.
+
+    Attributes:
+        shared: numbers of the items that arrive in pieces, and only so.
     """
 
     def __init__(self, group: dist.ProcessGroup, assignment: Assignment, *, url: str) -> None:
         pieces, me = assignment.pieces, dist.get_rank(group)
         self._assignment = assignment
-        self._owned = [(piece.number, [peer.rank for peer in piece.peers]) for piece in pieces if piece.owner == me]
+        self.shared = {number for piece in pieces for part in piece.parts for number in part.items}
+        self._owned = [(piece.number, [peer for peer, _ in piece.peers]) for piece in pieces if piece.owner == me]
         self._received = [(piece.number, piece.owner) for piece in pieces if piece.owner != me]
         peers = {rank for _, ranks in self._owned for rank in ranks} | {owner for _, owner in self._received}
         super().__init__(group, sorted(peers), url, assignment.tag)
         self._fetcher: Fetcher | None = None
         self._has_ended = False
         self._threads = self._memory = 0
-        self._outgoing: list[OwnedPiece] = []
-        self._incoming: dict[int, ReceivedPiece] = {}
+        self._outgoing: list[Piece] = []
+        self._incoming: dict[int, Piece] = {}
         self._provided: queue.SimpleQueue[bool] = queue.SimpleQueue()
         """Something when `provide` has set what comes before, or when this rank has failed."""
-        self._finished: queue.SimpleQueue[ItemTransfer | None] = queue.SimpleQueue()
+        self._finished: queue.SimpleQueue[Transfer | None] = queue.SimpleQueue()
         """Items of which all has arrived; None when this rank is done with all pieces."""
 
     def __enter__(self) -> Exchange:
@@ -87,8 +91,9 @@ class Exchange(Messages):
         if cause is not None and cause is not error and (error is None or isinstance(error, Exception)):
             raise cause  # ``error`` is what came of it
 
-    def join(self, items: Sequence[ReadItem], fetcher: Fetcher) -> set[int]:
-        """Take part with the items of this rank's plan. Returns the numbers of those that arrive in pieces.
+    def provide(self, items: Sequence[ReadItem], transfers: Sequence[Transfer], fetcher: Fetcher) -> int:
+        """Begin to send and receive pieces, for the items of this rank's plan. Returns the number of threads left for
+        items that are not shared.
 
         Raises:
             SaveProtocolError: the planner has changed the plan since it was shared out.
@@ -101,36 +106,19 @@ class Exchange(Messages):
                 f"the planner's finish_plan changed the plan for {self.url} after it was decided which rank reads what "
                 "for others. Remedy: S3StorageReader(load_sharing=False)"
             )
-        return self._assignment.shared_items()
-
-    def provide(self, transfers: Mapping[int, ItemTransfer], direct: int) -> int:
-        """Begin to send and receive pieces.
-
-        Args:
-            transfers: the items that `join` returned, by their numbers.
-            direct: bytes that this rank reads besides.
-
-        Returns:
-            Number of threads left for these.
-        """
-        fetcher, pieces = self._fetcher, self._assignment.pieces
-        assert fetcher is not None  # noqa: S101 - `join` comes first
-        items = SharedItems(transfers, self._finished.put)
-        self._outgoing = [OwnedPiece(each, items, fetcher) for each in pieces if each.owner == self.rank]
-        self._incoming = {p.number: ReceivedPiece(p, items, self.url) for p in pieces if p.owner != self.rank}
+        mine = {number: transfers[number] for number in self.shared}
+        pieces = [(each, Piece(each, mine, self._finished.put, self.url)) for each in self._assignment.pieces]
+        self._outgoing = [piece for each, piece in pieces if each.owner == self.rank]
+        self._incoming = {each.number: piece for each, piece in pieces if each.owner != self.rank}
+        direct = sum([each.length for number, each in enumerate(transfers) if number not in self.shared])
         width, own = fetcher.store.read_width(), sum(piece.nbytes for piece in self._outgoing)
         self._threads = max(1, min(width - 1 if direct else width, round(width * own / (own + direct)))) if own else 0
         self._memory = fetcher.buffers
         self._provided.put(True)
         return max(1, width - self._threads)
 
-    def arrivals(self) -> Iterator[ItemTransfer]:
-        """Yield the items as they arrive, until the exchange has ended.
-
-        Raises:
-            PeerReadError: another rank failed.
-            Exception: this rank failed.
-        """
+    def arrivals(self) -> Iterator[Transfer]:
+        """Yield the items as they arrive, until the exchange has ended. Raises what failed here or elsewhere."""
         while (transfer := self._finished.get()) is not None:
             if self.failure is None:
                 yield transfer
@@ -176,9 +164,9 @@ class Exchange(Messages):
 
     def _send_all(self) -> None:
         """Fetch the pieces that this rank owns, ahead as far as memory allows, and send each to its peers in order."""
-        posted: collections.deque[tuple[OwnedPiece | None, _Works]] = collections.deque()
+        posted: collections.deque[tuple[Piece | None, _Works]] = collections.deque()
         fetches: list[futures.Future[Any]] = []
-        pieces: list[OwnedPiece] = []
+        pieces: list[Piece] = []
         held = sending = 0
         limit = self._memory // 2
 
@@ -203,52 +191,44 @@ class Exchange(Messages):
                 while self.failure is None and len(fetches) < len(pieces):
                     size = pieces[len(fetches)].nbytes
                     if held == 0 or held + size <= limit:
-                        fetches.append(pool.submit(pieces[len(fetches)].fetch))
+                        fetches.append(pool.submit(pieces[len(fetches)].fetch, self._fetcher))
                         held += size
                     elif len(fetches) <= index:
                         retire()  # everything held is posted, so there is one
                     else:
                         break
-                piece = pieces[index] if index < len(fetches) and self._is_fetched(fetches[index]) else None
-                posted.append(self._post_piece(piece, peers))
-                sending += piece.nbytes if piece is not None and posted[-1][0] is piece else 0
+                # Wait until it has been fetched.
+                piece = None
+                if index < len(fetches):
+                    while self.failure is None and not futures.wait([fetches[index]], 0.1).done:
+                        pass
+                    error = fetches[index].exception() if self.failure is None else None
+                    while isinstance(error, Cancelled) and self.failure is None:  # the cause is about to be reported
+                        time.sleep(LOOKS_EVERY)
+                    if error is not None:
+                        self.fail(error)
+                    piece = pieces[index] if self.failure is None else None
+                # Begin to send it, or the cause of a failure instead.
+                messages: list[tuple[torch.Tensor, int]] = []
+                if piece is not None:
+                    with self._reporting():
+                        messages = [piece.message(peer) for peer in peers]
+                works: _Works = []
+                if piece is not None and len(messages) == len(peers):
+                    sending += piece.nbytes
+                    for peer, (message, crc) in zip(peers, messages, strict=True):
+                        header = Header(FOLLOWS, self.rank, message.numel(), crc).pack()
+                        works.append((peer, self.post(dist.isend, header, peer, HEADER), header))
+                        if message.numel():
+                            works.append((peer, self.post(dist.isend, message, peer, PAYLOAD), message))
+                else:
+                    piece, refusal = None, self.refusal()
+                    works = [(peer, self.post(dist.isend, refusal, peer, HEADER), refusal) for peer in peers]
+                posted.append((piece, works))
                 while len(posted) > _POSTED or 2 * sending > limit > 0:
                     retire()
             while posted:
                 retire()
-
-    def _is_fetched(self, fetch: futures.Future[Any]) -> bool:
-        """Whether a piece has been fetched; False when anything has failed."""
-        while self.failure is None and not futures.wait([fetch], 0.1).done:
-            pass
-        if self.failure is not None:
-            return False
-        error = fetch.exception()
-        while isinstance(error, Cancelled) and self.failure is None:  # the cause is about to be reported
-            time.sleep(LOOKS_EVERY)
-        if error is not None:
-            self.fail(error)
-        return self.failure is None
-
-    def _post_piece(self, piece: OwnedPiece | None, peers: Sequence[int]) -> tuple[OwnedPiece | None, _Works]:
-        """Begin to send a piece, or the cause of a failure instead."""
-        messages: list[tuple[int, torch.Tensor, int]] = []
-        try:
-            if piece is not None:
-                messages = [(peer, *piece.message(peer)) for peer in peers]
-        except BaseException as error:  # noqa: BLE001
-            self.fail(error)
-            piece = None
-        if piece is None:
-            refusal = self.refusal()
-            return None, [(peer, self.send(refusal, peer, HEADER), refusal) for peer in peers]
-        works: _Works = []
-        for peer, message, crc in messages:
-            header = Header(FOLLOWS, self.rank, message.numel(), crc).pack()
-            works.append((peer, self.send(header, peer, HEADER), header))
-            if message.numel():
-                works.append((peer, self.send(message, peer, PAYLOAD), message))
-        return piece, works
 
     # --- receiving --------------------------------------------------------------------------------------
 
@@ -256,7 +236,7 @@ class Exchange(Messages):
         """Receive the pieces of other ranks, a few of them at a time, and put them in place."""
         upcoming = iter(self._received)
         headers: collections.deque[tuple[int, int, torch.Tensor, Any]] = collections.deque()
-        pending: collections.deque[tuple[ReceivedPiece | None, Header, int, torch.Tensor, Any]] = collections.deque()
+        pending: collections.deque[tuple[Piece | None, Header, int, torch.Tensor, Any]] = collections.deque()
         held, limit = 0, self._memory // 8
 
         def finish() -> None:
@@ -273,7 +253,7 @@ class Exchange(Messages):
                 while len(headers) < _HEADERS_AHEAD and (coming := next(upcoming, None)) is not None:
                     number, owner = coming
                     message = torch.empty(HEADER_BYTES, dtype=torch.uint8, device="cpu")
-                    headers.append((number, owner, message, self.receive(message, owner, HEADER)))
+                    headers.append((number, owner, message, self.post(dist.irecv, message, owner, HEADER)))
                 if not headers:
                     break
                 number, owner, message, work = headers.popleft()
@@ -292,6 +272,6 @@ class Exchange(Messages):
                     if buffer is None:  # it is dropped
                         piece, buffer = None, torch.empty(header.nbytes, dtype=torch.uint8, device="cpu")
                     held += header.nbytes
-                    pending.append((piece, header, owner, buffer, self.receive(buffer, owner, PAYLOAD)))
+                    pending.append((piece, header, owner, buffer, self.post(dist.irecv, buffer, owner, PAYLOAD)))
             while pending:
                 finish()

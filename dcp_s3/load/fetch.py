@@ -1,8 +1,6 @@
 """Fetches ranges of a checkpoint's objects in parallel, verifies them, and returns what has arrived.
 
-    requests -> threads -> bytes at their place -> checksums, once more if they do not match -> finished transfers
-
-Loads, sharing between ranks, read_tensors, exports and diff use it.
+requests -> threads -> bytes at their place -> checksums, once more if they do not match -> finished transfers
 """
 
 from __future__ import annotations
@@ -88,17 +86,11 @@ class Fetcher:
         self, requests: Collection[ReadRequest], *, threads: int | None = None, most: int = sys.maxsize
     ) -> Iterator[Iterator[Transfer]]:
         """Carry out ``requests``, in order, several at once; iterate over the transfers that are finished: in place,
-        and verified.
-
-        The iterator raises an error of any thread. An error that leaves the block cancels everything.
+        and verified. The iterator raises an error of any thread; one that leaves the block cancels everything.
 
         Args:
             threads: number of requests at once; None: as many as fill the link.
             most: highest number of requests at once.
-
-        Raises:
-            CorruptCheckpointError: stored bytes are missing, cut short or not what was written.
-            StorageError: S3 failed despite retries.
         """
         work = _Work(requests, self.carry_out, self._name)
         try:
@@ -115,78 +107,64 @@ class Fetcher:
         finally:
             work.close()
 
-    def fetch_alone(self, transfer: Transfer) -> None:
-        """Fetch one transfer on this thread, in one request.
-
-        Raises:
-            Exception: the errors of `fetch`'s iterator.
-        """
-        segments = tuple(transfer.segments())
+    def fetch_alone(self, transfers: Sequence[Transfer]) -> None:
+        """Fetch transfers that lie one after the other in an object, on this thread, in one request."""
+        segments = tuple(segment for transfer in transfers for segment in transfer.segments())
         start, stop = segments[0].start, segments[-1].stop
-        left = [ReadRequest(transfer.path, start, stop - start, segments)]
+        left = [ReadRequest(transfers[0].path, start, stop - start, segments)]
         while left:
             left += self.carry_out(left.pop())[1]
 
     # --- on any thread --------------------------------------------------------------------------------
 
     def carry_out(self, request: ReadRequest, moved: Moved | None = None) -> tuple[list[Transfer], list[ReadRequest]]:
-        """Carry out a request; returns the finished transfers, and what to fetch in addition."""
+        """Carry out a request; returns the finished transfers and what to fetch in addition. Damage in transit gets one
+        more try, damage at rest is an error."""
         if self._cancel.is_set():
             raise Cancelled
         if len(self.fetched) % _COLLECT_EVERY == _COLLECT_EVERY - 1:
             gc.collect(1)
-        buffer = getattr(self._local, "buffer", None)
-        if buffer is None:
-            buffer = self._local.buffer = Buffer(pin=self.pin)
-        reception = Reception(request, buffer)
-        self.read(request.path, request.start, reception.targets, moved=moved)
+        complete = receive(request, self._reserve, lambda targets: self.read(request, targets, moved=moved))
         self.fetched.append(request.length)  # one operation: no lock
         finished: list[Transfer] = []
         again: list[Segment] = []
-        complete = reception.deliver()
-        del reception  # it holds memory that is freed when an item is finished
         for transfer in complete:
-            more = self._verify(transfer)
-            if not more and (instead := transfer.finish()) is not None:
-                more = instead.segments()
-            again += more
-            if not more:
+            if wrong := transfer.mismatches():
+                (part, found), name = wrong[0], transfer.item.storage_index.fqn
+                if transfer.fetched_again:
+                    start, stop = transfer.base + part.start, transfer.base + part.stop
+                    raise errors.CorruptCheckpointError(
+                        f"{name!r} in {self.url}: bytes {start} to {stop - 1} of {transfer.path} have CRC-64/NVME "
+                        f"{crc_hex(found)}, recorded was {crc_hex(part.crc or 0)}, twice. The stored data is damaged: "
+                        "load an earlier checkpoint",
+                        url=str(self.url),
+                    )
+                logger.warning("checksum of %r in %s does not match; fetching it again", name, self.url)
+                transfer.fetched_again = True
+                self.store.distrust(self.url.key(transfer.path))
+                for part, _ in wrong:
+                    transfer.forget(part)
+                again += transfer.segments([part for part, _ in wrong])
+            elif (instead := transfer.finish()) is not None:
+                again += instead.segments()
+            else:
                 finished.append(transfer)
         return finished, plan_requests(again, max_request=self.max_buffered) if again else []
 
-    def _verify(self, transfer: Transfer) -> list[Segment]:
-        """Compare the checksums: damage in transit gets one more try, damage at rest is an error."""
-        wrong = transfer.mismatches()
-        if not wrong:
-            return []
-        part, found = wrong[0]
-        if transfer.fetched_again:
-            start = transfer.base + part.start
-            raise errors.CorruptCheckpointError(
-                f"{transfer.name_of(part)!r} in {self.url}: bytes {start} to {transfer.base + part.stop - 1} of "
-                f"{transfer.path} have CRC-64/NVME {crc_hex(found)}, recorded was {crc_hex(part.crc or 0)}, twice. The "
-                "stored data is damaged: load an earlier checkpoint",
-                url=str(self.url),
-            )
-        logger.warning("checksum of %r in %s does not match; fetching it again", transfer.name_of(part), self.url)
-        transfer.fetched_again = True
-        self.store.distrust(self.url.key(transfer.path))
-        for part, _ in wrong:
-            transfer.forget(part)
-        return transfer.segments([part for part, _ in wrong])
+    def _reserve(self, size: int) -> memoryview:
+        """This thread's buffer, of ``size`` bytes at least; what was in it is lost."""
+        view = getattr(self._local, "view", None)
+        if view is None or view.nbytes < size:
+            self._local.view = view = None  # the old memory is freed first
+            self._local.view = view = view_bytes(torch.empty(size, dtype=torch.uint8, pin_memory=self.pin))
+        return view
 
-    def read(self, path: str, start: int, targets: Sequence[ReadTarget], *, moved: Moved | None = None) -> None:
-        """Fill ``targets`` with the bytes of object ``path`` from ``start`` on. Safe to call from any thread.
-
-        ``moved`` is called with the number of bytes that have arrived from S3.
-
-        Raises:
-            CorruptCheckpointError: the object differs from the metadata: deleted, replaced or too short.
-            StorageError: S3 failed despite retries.
-            Cancelled: `cancel` was called.
-        """
+    def read(self, request: ReadRequest, targets: Sequence[ReadTarget], *, moved: Moved | None = None) -> None:
+        """Fill ``targets`` with the bytes of a request. Raises CorruptCheckpointError if the object differs from the
+        metadata: deleted, replaced or too short."""
+        path = request.path
         try:
-            self.store.read(self.url.key(path), start, targets, self.etags.get(path), moved=moved)
+            self.store.read(self.url.key(path), request.start, targets, self.etags.get(path), moved=moved)
             return
         except errors.ObjectNotFoundError as error:
             what = f"its object {path} does not exist: it was deleted after the save. Load an earlier checkpoint"
@@ -194,16 +172,13 @@ class Fetcher:
         except errors.PreconditionFailedError as error:
             what, cause = f"its object {path} was replaced while it was read. Remedy: load it again", error
         except errors.OutOfRangeError as error:
-            stop = start + sum(target.view.nbytes for target in targets)
+            stop = request.start + request.length
             what, cause = f"{path} ends before byte {stop}. Load an earlier checkpoint", error
         raise errors.CorruptCheckpointError(f"{self.url} is damaged: {what}", url=str(self.url)) from cause
 
 
 class _Work:
-    """The threads of one fetch, their queue of requests, and the outcomes.
-
-    Requests are halved where there are fewer than threads that were added.
-    """
+    """The threads of one fetch, their queue of requests, which are halved for threads without one, and the outcomes."""
 
     def __init__(self, requests: Collection[ReadRequest], carry_out: Callable[..., Any], name: str) -> None:
         self._queue = deque(requests)
@@ -234,11 +209,24 @@ class _Work:
                 self._started += 1
 
     def _run(self) -> None:
+        is_new = True
         try:
             with torch.inference_mode(self._inference):
-                first = True
-                while (request := self._next(first)) is not None:
-                    first = False
+                while True:
+                    with self._changed:
+                        self._starting -= is_new
+                        is_new = False
+                        if self._alive > self._wanted:
+                            self._alive -= 1
+                            break
+                        request = self._queue.popleft() if self._queue else None
+                        self.is_over = request is None
+                        if request is None:
+                            self._alive -= 1
+                            break
+                        if len(self._queue) < self._starting and (halves := halve(request)) is not None:
+                            request, other = halves
+                            self._queue.append(other)
                     finished, again = self._carry_out(request, self.moved)
                     if again:
                         with self._changed:
@@ -248,21 +236,6 @@ class _Work:
             self._outcomes.put(error)
         finally:
             self._outcomes.put(None)
-
-    def _next(self, first: bool) -> ReadRequest | None:
-        """The next request to fetch; None for a thread that is to end."""
-        with self._changed:
-            self._starting -= first
-            if self._alive > self._wanted:
-                self._alive -= 1
-                return None
-            request = self._queue.popleft() if self._queue else None
-            if request is not None and len(self._queue) < self._starting and (halves := halve(request)) is not None:
-                request, other = halves
-                self._queue.append(other)
-            self.is_over = request is None
-            self._alive -= self.is_over
-            return request
 
     def arrivals(self) -> Iterator[Transfer]:
         """The transfers as they are finished, until all threads have ended; raises an error of any thread."""
@@ -291,91 +264,66 @@ class _Work:
 
 # --- memory that receives -----------------------------------------------------------------------------
 
-
-class Buffer:
-    """Memory of one thread that requests go through; grows to the largest. ``pin``: page-locked, for a device."""
-
-    def __init__(self, *, pin: bool) -> None:
-        self._pin = pin
-        self._view = memoryview(b"")
-
-    def reserve(self, size: int) -> memoryview:
-        """``size`` bytes at least; what was in it is lost."""
-        if self._view.nbytes < size:
-            self._view = memoryview(b"")  # the old memory is freed first
-            self._view = view_bytes(torch.empty(size, dtype=torch.uint8, pin_memory=self._pin))
-        return self._view
-
-
 # Runs of at least this many bytes are received by themselves.
 _LONG = 64 * 2**10
 
 
-class Reception:
-    """The memory that receives one request, and the work to do when it has arrived.
+def receive(
+    request: ReadRequest, reserve: Callable[[int], memoryview], read: Callable[[Sequence[ReadTarget]], None]
+) -> list[Transfer]:
+    """Receive a request, in place as far as its transfers own memory, the rest in a buffer; put the rest in place.
+    Returns the transfers that this completed.
 
-    Attributes:
-        targets: memory to be filled, in order.
+    Args:
+        reserve: returns memory of that many bytes at least, for this request.
+        read: fills memory with the request's bytes, in order.
     """
-
-    def __init__(self, request: ReadRequest, buffer: Buffer) -> None:
-        self.targets: list[ReadTarget] = []
-        self._received: list[tuple[Segment, ReadTarget | None, memoryview | None]] = []
-        """Each with the target that received it alone, if one did, and its part of the buffer, if it is in there."""
-        shortest = sys.maxsize if request.shared else _LONG
-        runs = list(_runs(request, shortest))
-        rest = memoryview(b"")
-        sizes = [-(-(stop - start) // ALIGNMENT) * ALIGNMENT for start, stop, *_ in runs]
-        if size := sum([size for size, run in zip(sizes, runs, strict=True) if not run[3]]):
-            rest = buffer.reserve(size)
-        regions: list[tuple[int, memoryview]] = []  # many runs: first byte in the object, memory
-        for (start, stop, transfer, direct), size in zip(runs, sizes, strict=True):
-            if direct and transfer is not None:
-                view = transfer.memory(start - transfer.base, stop - transfer.base)
-            else:
-                view = rest[: stop - start]
-                rest = rest[size:]
-            target = ReadTarget(view, checksum=transfer is not None and transfer.checked)
-            self.targets.append(target)
-            if transfer is None:
-                regions.append((start, view))
-            else:
-                self._received.append((Segment(start, stop, transfer), target, None if direct else view))
-        region = 0
-        for segment in request.segments:
-            start, stop, _ = segment
-            if stop - start >= shortest:
-                continue
-            while region + 1 < len(regions) and regions[region + 1][0] <= start:
-                region += 1
-            first, view = regions[region]
-            self._received.append((segment, None, view[start - first : stop - first]))
-
-    def deliver(self) -> list[Transfer]:
-        """Put what was received in place; returns the transfers that this completed.
-
-        A range that came into the buffer in one piece and is damaged is never put in place.
-        """
-        complete = []
-        for (start, stop, transfer), target, view in self._received:
-            crc = 0
-            if target is not None:
-                crc = target.crc or 0
-            elif view is not None and transfer.checked:
-                crc = crc64nvme(view)
-            offset = start - transfer.base
-            if view is not None and not (transfer.checked and transfer.is_damaged(offset, stop - start, crc)):
-                transfer.place(offset, view)
-            if transfer.arrived(offset, stop - start, crc):
-                complete.append(transfer)
-        return complete
+    shortest = sys.maxsize if request.shared else _LONG
+    runs = list(_runs(request, shortest))
+    sizes = [-(-(stop - start) // ALIGNMENT) * ALIGNMENT for start, stop, *_ in runs]
+    size = sum([size for size, run in zip(sizes, runs, strict=True) if not run[3]])
+    rest = reserve(size) if size else memoryview(b"")
+    targets: list[ReadTarget] = []
+    # Each with the target that received it alone, if one did, and its part of the buffer, if it is in there.
+    received: list[tuple[Segment, ReadTarget | None, memoryview | None]] = []
+    regions: list[tuple[int, memoryview]] = []  # many segments: first byte in the object, memory
+    for (start, stop, transfer, direct), size in zip(runs, sizes, strict=True):
+        if direct and transfer is not None:
+            view = transfer.memory(start - transfer.base, stop - transfer.base)
+        else:
+            view, rest = rest[: stop - start], rest[size:]
+        targets.append(ReadTarget(view, checksum=transfer is not None and transfer.checked))
+        if transfer is None:
+            regions.append((start, view))
+        else:
+            received.append((Segment(start, stop, transfer), targets[-1], None if direct else view))
+    region = 0
+    for segment in request.segments:
+        start, stop, _ = segment
+        if stop - start >= shortest:
+            continue
+        while region + 1 < len(regions) and regions[region + 1][0] <= start:
+            region += 1
+        first, view = regions[region]
+        received.append((segment, None, view[start - first : stop - first]))
+    read(targets)
+    complete = []
+    for (start, stop, transfer), target, buffered in received:
+        offset, crc = start - transfer.base, 0
+        if target is not None:
+            crc = target.crc or 0
+        elif buffered is not None and transfer.checked:
+            crc = crc64nvme(buffered)
+        if buffered is not None:
+            transfer.place(offset, buffered)
+        if transfer.arrived(offset, stop - start, crc):
+            complete.append(transfer)
+    return complete
 
 
 def _runs(request: ReadRequest, shortest: int) -> Iterator[tuple[int, int, Transfer | None, bool]]:
-    """Cut a request into runs, each received by itself: first byte, end, transfer, and whether in place.
-
-    Segments of less than ``shortest`` bytes and gaps between two longer ones are one run, without a transfer.
-    """
+    """Cut a request into runs, each received by itself: first byte, end, transfer, and whether in place. Segments of
+    less than ``shortest`` bytes and gaps between two longer ones are one run, without a transfer."""
     at, end = request.start, request.start + request.length
     for start, stop, transfer in request.segments:
         if stop - start < shortest:

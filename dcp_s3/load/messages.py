@@ -1,12 +1,8 @@
 """The ranks of one load: in which group they exchange data, and messages in it by gloo.
 
-The coordinator sees an offer of each rank, and chooses the group. Messages are greetings and data; who is lost, and
-what failed first, is known from them.
-
-The ranks greet each other first, with a time limit: a rank that failed before does not come. When a timeout of gloo
-runs out, it closes the group's connections, and the caller could not load anything else with the group. So greetings
-are looked for rather than waited for. The thread that handles signals takes no lock here, which a signal might leave
-locked.
+When a timeout of gloo runs out, it closes the group's connections, and the caller could not load anything else with the
+group. So the ranks greet each other first, and look for greetings rather than wait: a rank that failed before does not
+come. The thread that handles signals takes no lock here, which a signal might leave locked.
 """
 
 from __future__ import annotations
@@ -34,16 +30,11 @@ logger = logging.getLogger(__name__)
 class Offer(NamedTuple):
     """What a rank says of itself in its local plan, so that the coordinator can tell which ranks may share."""
 
-    rank: int
-    """Rank in the default group."""
-    shares: bool
-    """Whether it shares what it reads."""
-    checkpoint: str
-    """Endpoint and URL of the checkpoint."""
-    version: int
-    """Hash of the metadata that it read."""
-    world_size: int
-    """Number of ranks of the default group; 0 if that cannot carry CPU tensors."""
+    rank: int  # rank in the default group
+    shares: bool  # whether it shares what it reads
+    checkpoint: str  # endpoint and URL of the checkpoint
+    version: int  # hash of the metadata that it read
+    world_size: int  # number of ranks of the default group; 0 if that cannot carry CPU tensors
     given: int
     """Hash of the ranks in the reader's ``process_group``; 0 if there is none, or if it cannot carry CPU tensors."""
 
@@ -51,7 +42,7 @@ class Offer(NamedTuple):
 def make_offer(checkpoint: str, version: int, given: dist.ProcessGroup | None, *, shares: bool) -> Offer:
     """The offer of this rank, for a checkpoint and a reader's ``process_group``."""
 
-    def has_gloo(group: dist.ProcessGroup | None) -> bool:  # the only backend for CPU tensors that is supported here
+    def has_gloo(group: dist.ProcessGroup | None) -> bool:
         return "cpu:gloo" in dist.get_backend_config(group).split(",")
 
     return Offer(
@@ -65,10 +56,8 @@ def make_offer(checkpoint: str, version: int, given: dist.ProcessGroup | None, *
 
 
 def choose_group(offers: Sequence[Offer], url: str) -> tuple[str, str]:
-    """In which process group the ranks with these offers, in order, can exchange data.
-
-    Returns:
-        ``given`` (the readers' own) or ``default``, and nothing; or nothing, and the reason.
+    """In which process group the ranks with these offers, in order, can exchange data: ``given`` (the readers' own) or
+    ``default``, and nothing; or nothing, and the reason.
 
     Raises:
         CorruptCheckpointError: they have read different metadata of the checkpoint at ``url``.
@@ -122,16 +111,11 @@ def new_tag() -> int:
 class Header(NamedTuple):
     """What a rank says before it sends, or instead."""
 
-    outcome: int
-    """`FOLLOWS` or `FAILED`."""
-    rank: int
-    """The rank that failed first."""
-    nbytes: int = 0
-    """Bytes that follow."""
-    crc: int = 0
-    """CRC-64/NVME of them."""
-    text: str = ""
-    """Why it failed."""
+    outcome: int  # `FOLLOWS` or `FAILED`
+    rank: int  # the rank that failed first
+    nbytes: int = 0  # bytes that follow
+    crc: int = 0  # CRC-64/NVME of them
+    text: str = ""  # why it failed
 
     def pack(self) -> torch.Tensor:
         encoded = self.text.encode()[: HEADER_BYTES - _HEADER_STRUCT.size]
@@ -171,7 +155,7 @@ class Messages:
             self._give_up()
 
     def _give_up(self) -> None:
-        """Cancel what is under way: something has failed. Called once, on any thread."""
+        """Cancel what is under way. Called once, on any thread."""
 
     def fail_as(self, header: Header) -> None:
         """Fail because another rank did."""
@@ -192,10 +176,8 @@ class Messages:
         return Header(FAILED, rank, text=text).pack()
 
     def greet(self) -> bool:
-        """Begin, if all peers are there: each says that it is, and then whether it has met all of its own.
-
-        True for a rank that has said yes twice: it goes through the schedule. Peers that said no are lost.
-        """
+        """Begin, if all peers are there: each says that it is, and then whether it has met all of its own. True for a
+        rank that has said yes twice: it goes through the schedule. Peers that said no are lost."""
         began = time.monotonic()
         here = self._exchange_greetings(GREETING, began + PATIENCE)
         for peer in self.peers:
@@ -219,7 +201,7 @@ class Messages:
     def _exchange_greetings(self, kind: int, until: float) -> dict[int, Header]:
         """Greet the peers; returns what each has answered by then, or until a failure of this rank's first greeting."""
         answers = {peer: torch.zeros(HEADER_BYTES, dtype=torch.uint8, device="cpu") for peer in self.peers}
-        waiting = {peer: self.receive(answer, peer, kind) for peer, answer in answers.items()}
+        waiting = {peer: self.post(dist.irecv, answer, peer, kind) for peer, answer in answers.items()}
         self._tell(Header(FOLLOWS, self.rank).pack(), kind)
         found, probed = {}, time.monotonic()
         while waiting.keys() - self._lost and time.monotonic() < until:
@@ -239,12 +221,12 @@ class Messages:
         return found
 
     def _tell(self, message: torch.Tensor, kind: int) -> None:
-        self._greetings += [(peer, message, self.send(message, peer, kind)) for peer in self.peers]
+        self._greetings += [(peer, message, self.post(dist.isend, message, peer, kind)) for peer in self.peers]
 
     def _probe(self, peers: Collection[int]) -> None:
         """Find out who was killed: sending to it fails. Nobody receives this."""
         message = Header(FAILED, self.rank).pack()
-        _unanswered.extend((message, self.send(message, peer, PROBE)) for peer in peers)
+        _unanswered.extend((message, self.post(dist.isend, message, peer, PROBE)) for peer in peers)
 
     def end(self) -> None:
         """Wait until the peers have got the greetings, unless something failed: then some may never come for them."""
@@ -259,8 +241,8 @@ class Messages:
     def wait(self, work: Any, peer: int, message: Any) -> bool:
         """Whether the transfer of ``message`` is done; False if ``peer`` is lost.
 
-        Another thread waits, and may be left behind: of a lost connection gloo may forget a message that it was sending
-        or receiving, and the wait for that ends only with the timeout of the group.
+        Another thread waits, and may be left behind: of a lost connection gloo may forget a message that was under way,
+        and the wait for that ends only with the timeout of the group.
         """
         if work is None or peer in self._lost:
             return False
@@ -284,15 +266,11 @@ class Messages:
             self._lose(peer, f"the connection to rank {peer} was lost: {error}")
         return error is None
 
-    def send(self, tensor: torch.Tensor, peer: int, kind: int) -> Any:
-        return self._post(dist.isend, tensor, peer, kind, group_dst=peer)
-
-    def receive(self, tensor: torch.Tensor, peer: int, kind: int) -> Any:
-        return self._post(dist.irecv, tensor, peer, kind, group_src=peer)
-
-    def _post(self, operation: Any, tensor: torch.Tensor, peer: int, kind: int, **to: int) -> Any:
+    def post(self, operation: Any, tensor: torch.Tensor, peer: int, kind: int) -> Any:
+        """Begin `dist.isend` or `dist.irecv`; None if ``peer`` is lost."""
         if peer in self._lost:
             return None
+        to = {"group_dst" if operation is dist.isend else "group_src": peer}
         try:
             return operation(tensor, group=self.group, tag=self._tag + kind, **to)
         except RuntimeError as error:

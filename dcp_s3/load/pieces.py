@@ -1,238 +1,196 @@
-"""One piece of an exchange: where it is fetched, how it is sent, and where it is received."""
+"""One piece of an exchange on one rank: where it is fetched, how it is sent, and where it is received."""
 
 from __future__ import annotations
 
-import bisect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 
 from dcp_s3 import errors
 from dcp_s3.format.blocks import Range, widen
-from dcp_s3.load.assign import Boxes, SharedPart, SharedPiece
+from dcp_s3.load.assign import Boxes, SharedPiece
 from dcp_s3.load.fetch import Fetcher
-from dcp_s3.load.items import ItemTransfer, Transfer, cut_out, elements_of
-from dcp_s3.load.plan import ALIGNMENT, Box, StoredChunk, box_of, find_section
-from dcp_s3.memory import combine_crc64nvme, crc64nvme, crc_hex, view_bytes
+from dcp_s3.load.items import Transfer, cut_out, elements_of
+from dcp_s3.load.plan import ALIGNMENT, Box, box_of, find_section
+from dcp_s3.memory import crc64nvme, crc_hex, view_bytes
 
 
-def lay_out(sizes: Sequence[int]) -> tuple[list[int], int]:
-    """Lay parts or sections of these sizes (bytes) into a message, at multiples of `ALIGNMENT`.
+class Section(NamedTuple):
+    """A run of bytes of a box, packed: what an item needs of a part."""
 
-    Returns their offsets and the message's length, which is 0 if all are empty.
-    """
-    starts, end = [], 0
-    for size in sizes:
-        start = -(-end // ALIGNMENT) * ALIGNMENT
-        starts.append(start)
-        end = start + size
-    return starts, end if any(sizes) else 0
+    part: int  # number of the part in its piece
+    box: Box  # box of the part's chunk
+    start: int  # first byte in the packed box
+    stop: int  # the byte after the last
 
 
-class ItemSection(NamedTuple):
-    """A run of bytes of an item's box, packed: what the item needs of a part."""
-
-    transfer: ItemTransfer
-    box: Box
-    start: int
-    stop: int
-
-    def memory(self) -> memoryview | None:
-        """The place of the section; None if it is not one run of bytes."""
-        return None if self.transfer.owned is None else self.transfer.memory(self.start, self.stop)
-
-
-class SharedItems:
-    """The items of one rank that arrive in pieces, by their numbers in its plan.
+class Piece:
+    """A piece that this rank fetches and sends, or receives.
 
     Args:
-        transfers: the items.
-        finished: called with each transfer when all of it has arrived.
+        transfers: this rank's items that arrive in pieces, by their numbers in its plan.
+        finished: called with each of them when all of it has arrived.
+
+    Attributes:
+        owner: the rank that fetches it.
+        nbytes: bytes of its parts, which the owner fetches.
     """
 
-    def __init__(self, transfers: Mapping[int, ItemTransfer], finished: Callable[[ItemTransfer], None]) -> None:
-        self._transfers, self._finished = transfers, finished
-        self.inference = torch.is_inference_mode_enabled()  # a property of the thread
-
-    def stored(self, part: SharedPart) -> StoredChunk:
-        """How the chunk is stored that a part is of."""
-        return self._transfers[part.items[0]].stored
-
-    def sections(self, part: SharedPart) -> Iterator[ItemSection]:
-        """What this rank's items need of a part."""
-        for number in part.items:
-            transfer = self._transfers[number]
-            box = box_of(transfer.item, transfer.stored)
-            yield ItemSection(transfer, box, *section_of(transfer.stored, box, part))
-
-    def arrived(self, section: ItemSection) -> None:
-        """Count a section that is in place; the last one finishes the item."""
-        transfer, size = section.transfer, section.stop - section.start
-        if size and transfer.arrived(section.start, size, 0):
-            transfer.finish()
-            self._finished(transfer)
-
-
-def section_of(stored: StoredChunk, box: Box, part: SharedPart) -> tuple[int, int]:
-    """The bytes of a packed box that are in a part of its chunk."""
-    size = stored.dtype.itemsize
-    start, stop = find_section(stored.sizes, box, part.start // size, part.stop // size)
-    return start * size, stop * size
-
-
-class OwnedPiece(Transfer):
-    """A piece that this rank fetches and sends.
-
-    Offsets count from the beginning of the object. A part is a range.
-    """
-
-    __slots__ = ("_bytes", "_fetcher", "_items", "_messages", "_needs", "_own", "_parts", "_starts", "nbytes")
-
-    def __init__(self, piece: SharedPiece, items: SharedItems, fetcher: Fetcher) -> None:
-        self._parts, self._items, self._fetcher = piece.parts, items, fetcher
-        self._starts, self.nbytes = lay_out([part.stop - part.start for part in piece.parts])
-        self._needs = {peer.rank: peer.needs for peer in piece.peers}
+    def __init__(
+        self, piece: SharedPiece, transfers: Mapping[int, Transfer], finished: Callable[[Transfer], None], url: str
+    ) -> None:
+        self.owner, self._parts, self._url, self._finished = piece.owner, piece.parts, url, finished
+        self.nbytes = sum([part.stop - part.start for part in piece.parts])
+        items = [[transfers[number] for number in part.items] for part in piece.parts]
+        self._chunks = [mine[0].stored for mine in items]
+        boxes = [tuple([box_of(each.item, each.stored) for each in mine]) for mine in items]
+        self._transfers = [each for mine in items for each in mine]
+        """For each of `_own`, its item."""
+        self._own = self._sections(boxes)
+        self._needs = dict(piece.peers)
         self._messages: dict[int, tuple[torch.Tensor, int]] = {}
-        self._bytes = memoryview(b"")
-        self._own = False
-        ranges = []
-        for part in piece.parts:
-            stored, crc = items.stored(part), None
-            if (blocks := stored.blocks) is not None:
-                start, stop, crc = widen(part.start, part.stop, stored.nbytes, blocks)
+        self._fetched: list[Transfer] = []
+        """The parts, as the owner fetches them."""
+        self._received: memoryview | None = None
+        self._in_place = False
+        self._inference = torch.is_inference_mode_enabled()  # a property of the thread
+
+    def _sections(self, needs: Sequence[Boxes]) -> list[Section]:
+        """What boxes need, given for each part."""
+        found = []
+        for number, (part, chunk, boxes) in enumerate(zip(self._parts, self._chunks, needs, strict=True)):
+            size = chunk.dtype.itemsize
+            for box in boxes:
+                start, stop = find_section(chunk.sizes, box, part.start // size, part.stop // size)
+                found.append(Section(number, box, start * size, stop * size))
+        return found
+
+    # --- the owner ----------------------------------------------------------------------------------------
+
+    def fetch(self, fetcher: Fetcher) -> None:
+        """Fetch the parts from S3, compare the checksums, and copy what this rank needs. Called on any thread."""
+        placed, first = set(), 0
+        for number, (part, chunk) in enumerate(zip(self._parts, self._chunks, strict=True)):
+            size, crc = part.stop - part.start, None
+            if (blocks := chunk.blocks) is not None:
+                start, stop, crc = widen(part.start, part.stop, chunk.nbytes, blocks)
                 crc = crc if (start, stop) == (part.start, part.stop) else None
-            ranges.append(Range(stored.base + part.start, stored.base + part.stop, crc))
-        path = items.stored(piece.parts[0]).info.relative_path
-        # All checksums are needed, those of sent bytes too.
-        super().__init__(path, 0, ranges, (ranges[0].start, ranges[-1].stop), checked=True)
+            found = self._memory(first) if len(part.items) == 1 else None
+            if found is not None and found.nbytes == size:  # it is received where the item belongs
+                memory = torch.frombuffer(found, dtype=torch.uint8)
+                placed.add(number)
+            else:
+                memory = torch.empty(size, dtype=torch.uint8, device="cpu")
+            array = chunk._replace(base=chunk.base + part.start, sizes=torch.Size((size,)), dtype=torch.uint8)
+            item, ranges = self._transfers[first].item, [Range(0, size, crc)]
+            # All checksums are needed, those of sent bytes too.
+            self._fetched.append(Transfer(item, chunk, None, ranges, memory, array=array, checked=True))
+            first += len(part.items)
+        fetcher.fetch_alone(self._fetched)
+        with torch.inference_mode(self._inference):
+            for transfer, section in zip(self._transfers, self._own, strict=True):
+                if section.start < section.stop and section.part not in placed:
+                    transfer.place(section.start, self._pack(section))
 
-    def name_of(self, part: Range) -> str:
-        return next(self._items.sections(self._parts[self.ranges.index(part)])).transfer.name_of(part)
+    def _memory(self, number: int) -> memoryview | None:
+        """Where one of this rank's sections belongs; None if that is not one run of bytes."""
+        transfer, section = self._transfers[number], self._own[number]
+        return None if transfer.owned is None else transfer.memory(section.start, section.stop)
 
-    def fetch(self) -> None:
-        """Fetch the piece from S3 and compare the checksums. Called on any thread."""
-        memory = None  # that of this rank's own item, if that is the whole piece
-        sections = list(self._items.sections(self._parts[0]))
-        if len(self._parts) == 1 and len(sections) == 1 and sections[0].stop - sections[0].start == self.nbytes:
-            memory = sections[0].memory()
-        self._own = memory is not None
-        self._bytes = _new_memory(self.nbytes) if memory is None else memory
-        self._fetcher.fetch_alone(self)
-
-    def memory(self, start: int, stop: int) -> memoryview:
-        number = bisect.bisect_right(self.ranges, start, key=lambda part: part.start) - 1
-        first = self._starts[number] + start - self.ranges[number].start
-        return self._bytes[first : first + stop - start]
-
-    def _pack(self, number: int, box: Box, start: int, stop: int, into: torch.Tensor | None = None) -> memoryview:
-        """Bytes ``start`` to ``stop`` of a packed box, which are in this part, copied to ``into`` (uint8) if given."""
-        part = self._parts[number]
-        stored = self._items.stored(part)
-        data = self._bytes[self._starts[number] :][: part.stop - part.start]
-        if into is None:
-            if stop - start == data.nbytes:
-                return data
-            into = torch.empty(stop - start, dtype=torch.uint8, device="cpu")
-        packed, done, size = into.view(stored.dtype), 0, stored.dtype.itemsize
-        run, section = elements_of(data, stored.dtype), (start // size, stop // size)
-        for within, source in cut_out(run, part.start // size, stored.sizes, box, section):
+    def _pack(self, section: Section, into: torch.Tensor | None = None) -> memoryview:
+        """The bytes of a section, which were fetched; copied to ``into`` (uint8) if given."""
+        number, box, start, stop = section
+        part, chunk, fetched = self._parts[number], self._chunks[number], self._fetched[number].memory
+        data, size = fetched(0, part.stop - part.start), chunk.dtype.itemsize
+        if stop - start == data.nbytes:
+            if into is not None:
+                view_bytes(into)[:] = data
+            return data
+        into = torch.empty(stop - start, dtype=torch.uint8, device="cpu") if into is None else into
+        packed, done = into.view(chunk.dtype), 0
+        run = elements_of(data, chunk.dtype)
+        for within, source in cut_out(run, part.start // size, chunk.sizes, box, (start // size, stop // size)):
             packed[done : done + within.numel].view(within.lengths).copy_(source)
             done += within.numel
         return view_bytes(into)
 
-    def finish(self) -> None:
-        """Copy the sections that this rank needs."""
-        if self._own:
-            return
-        with torch.inference_mode(self._items.inference):
-            for number, part in enumerate(self._parts):
-                for transfer, box, start, stop in self._items.sections(part):
-                    if start < stop:
-                        transfer.place(start, self._pack(number, box, start, stop))
-
     def message(self, peer: int) -> tuple[torch.Tensor, int]:
-        """The message for ``peer``, and the CRC-64/NVME of its sections: one for all peers that need the same.
-
-        For the whole piece it is the piece's own memory.
-        """
+        """The message for ``peer``, one for all that need the same, and the CRC-64/NVME of its sections. For all of one
+        part it is the part's own memory."""
         needs = self._needs[peer]
         if id(needs) not in self._messages:
-            self._messages[id(needs)] = self._make_message(needs)
+            sections = self._sections(needs)
+            starts, length = lay_out(sections)
+            first = self._fetched[sections[0].part]
+            if len(sections) == 1 and length == first.length:
+                message, crc = torch.frombuffer(first.memory(0, length), dtype=torch.uint8), first.checksums()[0]
+            else:
+                message, crc = torch.empty(length, dtype=torch.uint8, device="cpu"), 0
+                for section, at in zip(sections, starts, strict=True):
+                    if size := section.stop - section.start:
+                        crc = crc64nvme(self._pack(section, message[at : at + size]), crc)
+            self._messages[id(needs)] = message, crc
         return self._messages[id(needs)]
-
-    def _make_message(self, needs: Sequence[Boxes]) -> tuple[torch.Tensor, int]:
-        found = [
-            (number, box, *section_of(self._items.stored(part), box, part))
-            for number, (part, boxes) in enumerate(zip(self._parts, needs, strict=True))
-            for box in boxes
-        ]
-        sizes = [part.stop - part.start for part in self._parts]
-        if [stop - start for *_, start, stop in found] == sizes:
-            whole = torch.frombuffer(self._bytes, dtype=torch.uint8)
-            return whole, combine_crc64nvme(zip(self.checksums(), sizes, strict=True))
-        starts, length = lay_out([stop - start for *_, start, stop in found])
-        message, crc = torch.empty(length, dtype=torch.uint8, device="cpu"), 0
-        for (number, box, start, stop), at in zip(found, starts, strict=True):
-            if start < stop:
-                crc = crc64nvme(self._pack(number, box, start, stop, message[at : at + stop - start]), crc)
-        return message, crc
 
     def sent(self) -> None:
         """Note that nobody reads the piece's memory any more: this rank's own items may be handed on."""
-        self._bytes = memoryview(b"")
+        self._fetched.clear()
         self._messages.clear()
-        with torch.inference_mode(self._items.inference):
-            for part in self._parts:
-                for section in self._items.sections(part):
-                    self._items.arrived(section)
+        self._arrive()
 
+    def _arrive(self) -> None:
+        """Count what this rank needs, which is in place; the last of an item finishes it."""
+        with torch.inference_mode(self._inference):
+            for transfer, section in zip(self._transfers, self._own, strict=True):
+                size = section.stop - section.start
+                if size and transfer.arrived(section.start, size, 0):
+                    transfer.finish()
+                    self._finished(transfer)
 
-class ReceivedPiece:
-    """A piece that another rank sends."""
-
-    def __init__(self, piece: SharedPiece, items: SharedItems, url: str) -> None:
-        self.owner, self._url, self._items = piece.owner, url, items
-        self._sections = [found for part in piece.parts for found in items.sections(part)]
-        self._starts, self.nbytes = lay_out([section.stop - section.start for section in self._sections])
-        self._bytes = memoryview(b"")
-        self._direct = False
+    # --- the others ---------------------------------------------------------------------------------------
 
     def buffer(self, nbytes: int) -> torch.Tensor:
-        """Memory to receive the piece of ``nbytes`` in: the item's own, where that is one run."""
-        if nbytes != self.nbytes:
-            text = f"rank {self.owner} sends {nbytes} bytes where {self.nbytes} of {self._url} are needed: report it"
+        """Memory to receive a message of ``nbytes`` in: the item's own, where that is one run."""
+        _, length = lay_out(self._own)
+        if nbytes != length:
+            text = f"rank {self.owner} sends {nbytes} bytes where {length} of {self._url} are needed: report it"
             raise errors.PeerReadError(text, url=self._url, rank=self.owner)
-        memory = self._sections[0].memory() if len(self._sections) == 1 else None
-        self._direct = memory is not None
-        self._bytes = _new_memory(self.nbytes) if memory is None else memory
-        return torch.frombuffer(self._bytes, dtype=torch.uint8)
+        memory = self._memory(0) if len(self._own) == 1 else None
+        self._in_place = memory is not None
+        if memory is None:
+            memory = view_bytes(torch.empty(length, dtype=torch.uint8, device="cpu"))
+        self._received = memory
+        return torch.frombuffer(memory, dtype=torch.uint8)
 
     def received(self, crc: int) -> None:
-        """Copy the piece to its place.
-
-        Raises:
-            PeerReadError: these are not the bytes that were sent.
-        """
-        received, self._bytes = self._bytes, memoryview(b"")
-        views = [received[at : at + s.stop - s.start] for at, s in zip(self._starts, self._sections, strict=True)]
+        """Copy what was received to its place; PeerReadError if these are not the bytes that were sent."""
+        data, self._received = self._received or memoryview(b""), None
+        starts, _ = lay_out(self._own)
+        views = [data[at : at + s.stop - s.start] for at, s in zip(starts, self._own, strict=True)]
         found = 0
         for view in views:
             found = crc64nvme(view, found) if view.nbytes else found
         if found != crc:
-            name = self._sections[0].transfer.item.storage_index.fqn
             raise errors.PeerReadError(
-                f"{name!r} in {self._url} was damaged on its way from rank {self.owner}: its CRC-64/NVME is "
-                f"{crc_hex(found)}, sent was {crc_hex(crc)}. Remedy: load again",
+                f"{self._transfers[0].item.storage_index.fqn!r} in {self._url} was damaged on its way from rank "
+                f"{self.owner}: its CRC-64/NVME is {crc_hex(found)}, sent was {crc_hex(crc)}. Remedy: load again",
                 url=self._url,
                 rank=self.owner,
             )
-        with torch.inference_mode(self._items.inference):
-            for section, view in zip(self._sections, views, strict=True):
-                if view.nbytes and not self._direct:
-                    section.transfer.place(section.start, view)
-                self._items.arrived(section)
+        if not self._in_place:
+            with torch.inference_mode(self._inference):
+                for transfer, section, view in zip(self._transfers, self._own, views, strict=True):
+                    if view.nbytes:
+                        transfer.place(section.start, view)
+        self._arrive()
 
 
-def _new_memory(size: int) -> memoryview:
-    return view_bytes(torch.empty(size, dtype=torch.uint8, device="cpu"))
+def lay_out(sections: Sequence[Section]) -> tuple[list[int], int]:
+    """Offsets of sections in a message, at multiples of `ALIGNMENT` bytes, and its length; 0 if all are empty."""
+    starts, end, filled = [], 0, False
+    for _, _, start, stop in sections:
+        starts.append(-(-end // ALIGNMENT) * ALIGNMENT)
+        end = starts[-1] + stop - start
+        filled = filled or stop > start
+    return starts, end if filled else 0

@@ -1,7 +1,6 @@
 """Which bytes a load needs, and in which requests they are fetched. Pure: no I/O, no tensors.
 
-Items -> stored chunks -> ranges of a chunk -> segments of an object -> requests. Neighbouring segments share a request,
-long ones are split over several, and overlapping ones are fetched once.
+Items -> stored chunks -> ranges of a chunk -> segments of an object -> requests.
 """
 
 from __future__ import annotations
@@ -34,10 +33,8 @@ ITEM_GAP = 64 * 2**10
 class Box(NamedTuple):
     """A rectangular part of an array."""
 
-    offsets: tuple[int, ...]
-    """Index of the first element in each dimension."""
-    lengths: tuple[int, ...]
-    """Number of elements in each dimension."""
+    offsets: tuple[int, ...]  # index of the first element in each dimension
+    lengths: tuple[int, ...]  # number of elements in each dimension
 
     @property
     def numel(self) -> int:
@@ -54,10 +51,7 @@ def row_major_strides(sizes: Sequence[int]) -> tuple[int, ...]:
 
 
 def boxes_of_run(sizes: tuple[int, ...], start: int, stop: int) -> list[Box]:
-    """Elements ``start`` to ``stop`` (after it) of an array in row-major order, as boxes in that order.
-
-    There are at most ``2 * len(sizes) - 1`` boxes (one for an array without dimensions).
-    """
+    """Elements ``start`` to ``stop`` (after it) of an array in row-major order, as boxes in that order."""
     if not sizes:
         return [Box((), ())]
     inner = sizes[1:]
@@ -78,11 +72,8 @@ def boxes_of_run(sizes: tuple[int, ...], start: int, stop: int) -> list[Box]:
 
 
 def covering_run(sizes: Sequence[int], box: Box) -> tuple[int, int]:
-    """The first element of a box in the row-major order of its array, and the one after its last.
-
-    Raises:
-        ValueError: the box is not inside the array.
-    """
+    """The first element of a box in the row-major order of its array, and the one after its last; ValueError if the box
+    is not inside the array."""
     offsets, lengths = box
     if not len(sizes) == len(offsets) == len(lengths) or any(
         offset < 0 or length < 0 or offset + length > size
@@ -97,15 +88,8 @@ def covering_run(sizes: Sequence[int], box: Box) -> tuple[int, int]:
 
 
 def runs_of_box(sizes: Sequence[int], box: Box, max_gap: int) -> list[tuple[int, int]]:
-    """Runs of elements, in row-major order, that together cover a box.
-
-    Returns:
-        (first element, the one after the last) of each run, in order, more than ``max_gap`` apart. Nothing for an
-        empty box, one for a box that is dense.
-
-    Raises:
-        ValueError: the box is not inside the array.
-    """
+    """Runs of elements, in row-major order, that together cover a box: the first element and the one after the last of
+    each, more than ``max_gap`` apart. Raises ValueError if the box is not inside the array."""
     start, stop = covering_run(sizes, box)
     if start == stop:
         return []
@@ -148,17 +132,12 @@ def find_section(sizes: Sequence[int], box: Box, start: int, stop: int) -> tuple
 class StoredChunk(NamedTuple):
     """A stored item as bytes to be read: the raw bytes of a chunk, or the whole item if it has to be decoded."""
 
-    info: StorageInfo
-    """Where the item is stored."""
-    base: int
-    """First byte in the object."""
-    nbytes: int
-    """Length in bytes."""
-    sizes: torch.Size
-    """Shape in elements of ``dtype``; of a whole item, the number of bytes."""
+    info: StorageInfo  # where the item is stored
+    base: int  # first byte in the object
+    nbytes: int  # length in bytes
+    sizes: torch.Size  # shape in elements of ``dtype``; of a whole item, the number of bytes
     dtype: torch.dtype
-    whole: bool
-    """Whether it is decoded once all of it has arrived; else it is the raw bytes of a tensor."""
+    whole: bool  # whether it is decoded once all of it has arrived; else it is the raw bytes of a tensor
     crc: int | None = None
     """Recorded CRC-64/NVME of all its bytes; None without. That of raw bytes does not cover a whole item."""
     tensor: tuple[torch.dtype, torch.Size] | None = None
@@ -218,40 +197,28 @@ def box_of(item: ReadItem, stored: StoredChunk) -> Box:
 class Segment(NamedTuple):
     """A run of bytes of an object that one item needs."""
 
-    start: int
-    """First byte in the object."""
-    stop: int
-    """The byte after the last; a segment is never empty."""
-    item: Any
-    """Item that needs it; ``item.path`` is the object, relative to the checkpoint."""
+    start: int  # first byte in the object
+    stop: int  # the byte after the last; a segment is never empty
+    item: Any  # item that needs it; ``item.path`` is the object, relative to the checkpoint
 
 
 class ReadRequest(NamedTuple):
     """One ranged GET."""
 
-    path: str
-    """Path of the object, relative to the checkpoint."""
-    start: int
-    """First byte in the object."""
-    length: int
-    """Number of bytes fetched."""
+    path: str  # path of the object, relative to the checkpoint
+    start: int  # first byte in the object
+    length: int  # number of bytes fetched
     segments: tuple[Segment, ...]
     """Segments that the bytes go to, in order. They overlap only if ``shared``; bytes in none are dropped."""
-    shared: bool = False
-    """Whether several items need the same bytes."""
+    shared: bool = False  # whether several items need the same bytes
 
 
 def ranges_of_box(
     sizes: Sequence[int], box: Box, element_size: int, *, blocks: Blocks | None, max_gap: int
 ) -> list[Range]:
-    """The runs of bytes of a chunk to fetch for a box of it.
-
-    A dense box is one run. In others, a gap of at most ``max_gap`` between two runs is fetched as well: skipping it
-    would take longer. Runs are widened to what the recorded checksums can check.
-
-    Raises:
-        ValueError: the box is not inside the chunk.
-    """
+    """The runs of bytes of a chunk to fetch for a box of it, widened to what the recorded checksums can check. A gap of
+    at most ``max_gap`` bytes between two runs is fetched as well: skipping it would take longer. Raises ValueError if
+    the box is not inside the chunk."""
     if blocks is None:
         runs = runs_of_box(sizes, box, max_gap // element_size)
         return [Range(start * element_size, stop * element_size, None) for start, stop in runs]
@@ -277,19 +244,14 @@ def block_runs(sizes: Sequence[int], box: Box, element_size: int, block: int, ma
 def plan_requests(
     segments: Iterable[Segment], *, max_request: int, max_gap: int = ITEM_GAP, max_shared: int | None = None
 ) -> list[ReadRequest]:
-    """Plan requests that fetch every byte of every segment exactly once.
+    """Plan requests that fetch every byte of every segment exactly once, the largest first.
 
     Segments of one object that lie close to each other share a request of at most ``max_request`` bytes; longer ones
     are cut into equal pieces.
 
     Args:
-        segments: segments in any order.
-        max_request: maximum bytes of one request.
         max_gap: longest gap (bytes) between two segments that is fetched and dropped rather than skipped.
         max_shared: maximum bytes of one request where segments overlap; None: ``max_request``.
-
-    Returns:
-        Requests, the largest first, so that the tail of the load is short.
     """
     by_path: dict[str, list[Segment]] = {}
     for segment in segments:
@@ -299,7 +261,15 @@ def plan_requests(
         together: list[Segment] = []
         start = end = 0
         shared = False
-        for group, stop in _groups(sorted(wanted, key=_PLACE)):
+        groups: list[tuple[list[Segment], int]] = []  # that overlap, directly or through others; the byte after them
+        for segment in sorted(wanted, key=itemgetter(0, 1)):
+            if groups and segment[0] < groups[-1][1]:
+                overlapping, last = groups.pop()
+                overlapping.append(segment)
+                groups.append((overlapping, max(last, segment[1])))
+            else:
+                groups.append(([segment], segment[1]))
+        for group, stop in groups:
             first = group[0][0]
             limit = max_request if len(group) == 1 else min(max_request, max_shared or max_request)
             if together and (first - end > max_gap or stop - start > limit):
@@ -317,24 +287,6 @@ def plan_requests(
             requests.append(ReadRequest(path, start, end - start, tuple(together), shared))
     requests.sort(key=lambda request: -request.length)
     return requests
-
-
-_PLACE = itemgetter(0, 1)  # start and stop of a segment
-
-
-def _groups(segments: Sequence[Segment]) -> Iterable[tuple[list[Segment], int]]:
-    """Group segments that overlap, directly or through others; each with the byte after the group."""
-    group: list[Segment] = []
-    end = 0
-    for segment in segments:
-        start, stop, _ = segment
-        if group and start >= end:
-            yield group, end
-            group = []
-        end = max(end, stop) if group else stop
-        group.append(segment)
-    if group:
-        yield group, end
 
 
 ALIGNMENT = 64

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from itertools import chain
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -53,9 +53,9 @@ class S3LoadPlanner(DefaultLoadPlanner):
 
     def _tell_failed(self, error: BaseException) -> None:
         """Let the reader of the load tell that it failed."""
-        tell = getattr(self.metadata, "tell_failed", None)
-        if tell is not None:
-            tell(error)
+        teller = getattr(self.metadata, "failure_teller", None)
+        if teller is not None:
+            teller.tell(error)
 
     @called_by_dcp
     def create_local_plan(self) -> LoadPlan:
@@ -91,34 +91,33 @@ class S3LoadPlanner(DefaultLoadPlanner):
 def without_tied(state: dict[str, Any], saved: Container[str]) -> dict[str, Any]:
     """A flat state without the names that are not ``saved`` but are the same memory as one that is: files of Hugging
     Face have one of the names of tied parameters."""
+    nothing = "a shard without elements"
+
+    def memory(entry: Any) -> object:
+        """What two entries have in common if they are the same memory; None if that cannot be told."""
+        local = entry.to_local() if isinstance(entry, DTensor) else entry
+        if not isinstance(local, torch.Tensor) or not is_plain(local) or entry.numel() == 0:
+            return None
+        if local.numel() == 0:
+            return nothing  # of this rank; the other ranks tell whether the name is missing
+        return local.data_ptr(), local.shape, local.stride(), local.dtype, local.device, entry.shape
+
     missing = [name for name in state if name not in saved]
     if not missing:
         return state
-    found = {_memory(entry) for name, entry in state.items() if name in saved} | {_NOTHING}
-    tied = {name for name in missing if _memory(state[name]) in found - {None}}
+    found = {memory(entry) for name, entry in state.items() if name in saved} | {nothing}
+    tied = {name for name in missing if memory(state[name]) in found - {None}}
     return {name: entry for name, entry in state.items() if name not in tied} if tied else state
 
 
-_NOTHING = "a shard without elements"
-
-
-def _memory(entry: Any) -> object:
-    """What two entries have in common if they are the same memory; None if that cannot be told."""
-    local = entry.to_local() if isinstance(entry, DTensor) else entry
-    if not isinstance(local, torch.Tensor) or not is_plain(local) or entry.numel() == 0:
-        return None
-    if local.numel() == 0:
-        return _NOTHING  # of this rank; the other ranks tell whether the name is missing
-    return local.data_ptr(), local.shape, local.stride(), local.dtype, local.device, entry.shape
+_Layout = tuple[list[tuple[torch.Size, int]], list[tuple[int, torch.Size, int, torch.Size, torch.Size]]]
+"""The items of a tensor, without its name. Offsets and number of each chunk that an item refers to, local or saved:
+often they are the same. Then for each item the indices of its two chunks there, each before the offsets in it, and the
+lengths."""
 
 
 def create_load_plan(state_dict: dict[str, Any], metadata: Metadata, *, strict: bool) -> LoadPlan:
-    """Make the plan that torch's `create_default_local_load_plan` makes.
-
-    Raises:
-        TensorMismatchError: saved tensors have other shapes, or no tensor is there for them.
-        MissingKeysError: names are missing.
-    """
+    """Make the plan that torch's `create_default_local_load_plan` makes, or raise as `create_local_plan` does."""
     known: dict[tuple[_Boxes, _Boxes], _Layout] = {}
     size = functools.cache(torch.Size)  # one object for equal sizes: a plan has few different ones
     parts: list[tuple[str, _Layout] | list[ReadItem]] = []
@@ -142,24 +141,19 @@ def create_load_plan(state_dict: dict[str, Any], metadata: Metadata, *, strict: 
     items: list[ReadItem] = []
     with collector_paused():
         for part in parts:
-            items += part if isinstance(part, list) else part[1].make_items(part[0])
+            if isinstance(part, list):
+                items += part
+                continue
+            fqn, (places, rows) = part
+            indices = [MetadataIndex(fqn, offset, index) for offset, index in places]
+            items += [
+                ReadItem(LoadItemType.TENSOR, indices[i], dest_offsets, indices[j], storage_offsets, lengths)
+                for i, dest_offsets, j, storage_offsets, lengths in rows
+            ]
     return LoadPlan(items)
 
 
-class _Layout(NamedTuple):
-    """The items of a tensor, without its name."""
-
-    places: list[tuple[torch.Size, int]]
-    """Offsets and number of each chunk that an item refers to, local or saved: often they are the same."""
-    rows: list[tuple[int, torch.Size, int, torch.Size, torch.Size]]
-    """For each item, the indices of its chunks in ``places``, each before the offsets in it, and the lengths."""
-
-    def make_items(self, fqn: str) -> list[ReadItem]:
-        indices = [MetadataIndex(fqn, offset, index) for offset, index in self.places]
-        return [
-            ReadItem(LoadItemType.TENSOR, indices[i], dest_offsets, indices[j], storage_offsets, lengths)
-            for i, dest_offsets, j, storage_offsets, lengths in self.rows
-        ]
+_BOX = attrgetter("offsets", "sizes")
 
 
 def _find_layout(
@@ -168,8 +162,15 @@ def _find_layout(
     """The layout of a tensor's items, computed once for all that are cut alike (``known``); None if the chunks are so
     unusual that torch should plan them."""
     try:
-        stored, local = boxes = tuple(map(_BOX, saved.chunks)), _local_boxes(entry)
-        if boxes not in known:
+        stored: _Boxes = tuple(map(_BOX, saved.chunks))
+        if type(entry) in (torch.Tensor, torch.nn.Parameter):
+            local: _Boxes = (((0,) * entry.dim(), entry.size()),)
+        elif type(entry) is ShardedTensor:
+            shards = [shard.metadata for shard in entry.local_shards()]
+            local = tuple([(tuple(shard.shard_offsets), tuple(shard.shard_sizes)) for shard in shards])
+        else:
+            local = tuple(map(_BOX, create_chunk_list(entry)))
+        if (stored, local) not in known:
             places: dict[tuple[torch.Size, int], int] = {}
             rows = [
                 (
@@ -181,96 +182,53 @@ def _find_layout(
                 )
                 for i, j, local_offsets, saved_offsets, lengths in find_overlaps(stored, local)
             ]
-            known[boxes] = _Layout(list(places), rows)
+            known[stored, local] = list(places), rows
     except (TypeError, ValueError):  # not hashable, or other dimensions
         return None
-    return known[boxes]
+    return known[stored, local]
 
 
-_BOX = attrgetter("offsets", "sizes")
+_Overlap = tuple[int, int, tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 
 
-def _local_boxes(entry: torch.Tensor) -> _Boxes:
-    kind = type(entry)
-    if kind is torch.Tensor or kind is torch.nn.Parameter:
-        size = entry.size()
-        return (((0,) * len(size), size),)
-    if kind is ShardedTensor:
-        shards = [shard.metadata for shard in entry.local_shards()]  # type: ignore[attr-defined]
-        return tuple([(tuple(shard.shard_offsets), tuple(shard.shard_sizes)) for shard in shards])
-    return tuple(map(_BOX, create_chunk_list(entry)))
-
-
-# --- chunks that overlap -----------------------------------------------------------------------------
-
-
-class Overlap(NamedTuple):
-    """The common box of two chunks."""
-
-    local: int
-    """Number of the local chunk."""
-    saved: int
-    """Number of the saved chunk."""
-    local_offsets: tuple[int, ...]
-    """Offsets of the common box in the local chunk."""
-    saved_offsets: tuple[int, ...]
-    """Offsets of the common box in the saved chunk."""
-    lengths: tuple[int, ...]
-    """Sizes of the common box; a dimension may be 0 where a chunk is empty."""
-
-
-_PAIRS = 2**16  # that are compared at once: 1 MiB in each dimension
-
-
-def find_overlaps(saved: Sequence[AnyBox], local: Sequence[AnyBox]) -> Iterator[Overlap]:
-    """All pairs that overlap, in torch's order: by the beginning of the local chunk, then by the end of the saved one,
-    both in the longest dimension.
+def find_overlaps(saved: Sequence[AnyBox], local: Sequence[AnyBox]) -> Iterable[_Overlap]:
+    """All pairs of chunks that overlap, in torch's order: by the beginning of the local chunk, then by the end of the
+    saved one, both in the longest dimension. Compares the pairs that overlap in the dimension in which the fewest do.
 
     Two chunks overlap if in every dimension each begins before the other ends; so an empty chunk overlaps one that has
-    it strictly inside. Compares the pairs that overlap in the dimension in which the fewest do.
+    it strictly inside. Raises ValueError if boxes have different numbers of dimensions.
 
-    Raises:
-        ValueError: boxes have different numbers of dimensions.
+    Returns:
+        For each pair: number of the local chunk, of the saved one; offsets of the common box in the local chunk, in the
+        saved one; its sizes, of which some may be 0 where a chunk is empty.
     """
     if not saved or not local:
-        return
+        return ()
     dims = len(local[0][0])
     if set(map(len, chain.from_iterable(chain(saved, local)))) != {dims}:
         raise ValueError("the chunks of a tensor differ in their number of dimensions")
     starts, stops = _bounds(saved, dims)
     local_starts, local_stops = _bounds(local, dims)
-    longest = int(np.maximum(stops.max(0), local_stops.max(0)).argmax())
-    by_start = np.argsort(local_starts[:, longest], kind="stable")
-    local_starts, local_stops = local_starts[by_start], local_stops[by_start]
-    places = np.argsort(np.argsort(stops[:, longest], kind="stable"))  # of the saved chunks, in order of their ends
-    candidates = [_overlaps_in(*each) for each in zip(starts.T, stops.T, local_starts.T, local_stops.T, strict=True)]
+    candidates = []  # for each dimension: an order of the saved chunks, and which of them may overlap each local one
+    for start, stop, local_start, local_stop in zip(starts.T, stops.T, local_starts.T, local_stops.T, strict=True):
+        by_end = np.argsort(stop, kind="stable")
+        first_starts = np.minimum.accumulate(start[by_end][::-1])[::-1]  # from each place on
+        first = np.searchsorted(stop[by_end], local_start, side="right")
+        last = np.searchsorted(first_starts, local_stop, side="left")
+        candidates.append((by_end, first, np.maximum(last - first, 0)))
     by_end, first, counts = min(candidates, key=lambda each: each[2].sum())
-    ends = np.cumsum(counts)
-    begin = 0
-    while begin < len(local):
-        before = ends[begin - 1] if begin else 0
-        end = max(begin + 1, int(np.searchsorted(ends, before + _PAIRS, side="right")))
-        i = np.repeat(np.arange(begin, end), counts[begin:end])
-        j = by_end[np.arange(before, ends[end - 1]) + (first + counts - ends)[i]]
-        begin = end
-        kept = ((starts[j] < local_stops[i]) & (local_starts[i] < stops[j])).all(1)
-        i, j = i[kept], j[kept]
-        order = np.lexsort((places[j], i))
-        i, j = i[order], j[order]
-        low, high = np.maximum(local_starts[i], starts[j]), np.minimum(local_stops[i], stops[j])
-        offsets = ((low - local_starts[i])[:, :dims], (low - starts[j])[:, :dims], (high - low)[:, :dims])
-        columns = (map(tuple, each.tolist()) for each in offsets)
-        yield from map(Overlap, by_start[i].tolist(), j.tolist(), *columns)
-
-
-def _overlaps_in(starts: Any, stops: Any, local_starts: Any, local_stops: Any) -> tuple[Any, Any, Any]:
-    """For each local span, the saved ones that may overlap it: the place of the first and their number, in an order of
-    the saved ones, which is the first value."""
-    by_end = np.argsort(stops, kind="stable")
-    first_starts = np.minimum.accumulate(starts[by_end][::-1])[::-1]  # from each place on
-    first = np.searchsorted(stops[by_end], local_starts, side="right")
-    last = np.searchsorted(first_starts, local_stops, side="left")
-    return by_end, first, np.maximum(last - first, 0)
+    i = np.repeat(np.arange(len(local)), counts)
+    j = by_end[np.arange(len(i)) + (first + counts - np.cumsum(counts))[i]]
+    kept = ((starts[j] < local_stops[i]) & (local_starts[i] < stops[j])).all(1)
+    i, j = i[kept], j[kept]
+    longest = int(np.maximum(stops.max(0), local_stops.max(0)).argmax())
+    places = [np.argsort(np.argsort(each[:, longest], kind="stable")) for each in (stops, local_starts)]
+    order = np.lexsort((places[0][j], places[1][i]))
+    i, j = i[order], j[order]
+    low, high = np.maximum(local_starts[i], starts[j]), np.minimum(local_stops[i], stops[j])
+    offsets = ((low - local_starts[i])[:, :dims], (low - starts[j])[:, :dims], (high - low)[:, :dims])
+    columns = [map(tuple, each.tolist()) for each in offsets]
+    return zip(i.tolist(), j.tolist(), *columns, strict=True)
 
 
 def _bounds(boxes: Sequence[AnyBox], dims: int) -> tuple[Any, Any]:
@@ -343,12 +301,8 @@ def _mismatch(state: Mapping[str, Any], metadata: Metadata, strict: bool) -> Mis
 
 
 def check_filled(plan: LoadPlan, planner: LoadPlanner, metadata: Metadata, url: str) -> None:
-    """Check that a plan of torch's planner, or ours, fills the tensors of its state: torch itself leaves as it is what
-    no saved chunk covers.
-
-    Raises:
-        CorruptCheckpointError
-    """
+    """Check that a plan of torch's planner, or ours, fills the tensors of its state, or raise CorruptCheckpointError:
+    torch itself leaves as it is what no saved chunk covers."""
     state = getattr(planner, "state_dict", None)
     if not isinstance(planner, DefaultLoadPlanner) or not isinstance(state, dict):
         return

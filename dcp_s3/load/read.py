@@ -1,9 +1,6 @@
 """The read of one rank's plan: straight into the destination tensors, each item handed to the planner.
 
-    items -> transfers (which bytes, where to, as which dtype) -> requests -> Fetcher -> planner
-
-Items that are no tensors go to the planner in plan order, as with torch's readers. They arrive in any order, and those
-that come early are held back.
+items -> transfers (which bytes, where to, as which dtype) -> requests -> Fetcher -> planner
 """
 
 from __future__ import annotations
@@ -12,9 +9,11 @@ import contextlib
 import functools
 import io
 import logging
+import math
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
-from typing import IO, NamedTuple, cast
+from itertools import dropwhile
+from typing import cast
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
@@ -27,7 +26,7 @@ from dcp_s3.format.metadata import is_unproven
 from dcp_s3.format.safe_items import check_item, check_storages
 from dcp_s3.load.exchange import Exchange
 from dcp_s3.load.fetch import Fetcher
-from dcp_s3.load.items import ItemTransfer, StreamTransfer, TensorTransfer, elements_of
+from dcp_s3.load.items import Transfer, elements_of
 from dcp_s3.load.plan import READ_GAP, SMALL_HALF, Box, StoredChunk, find_stored, plan_requests, ranges_of_box
 from dcp_s3.load.planner import some
 from dcp_s3.load.weights import get_etags
@@ -43,12 +42,7 @@ SMALL_ITEM = 64 * 2**10
 
 
 class LoadExecutor:
-    """Carries out one rank's load plan.
-
-    Args:
-        fetcher: fetches from the checkpoint.
-        weights_only, allow_dtype_cast: see `S3StorageReader`.
-    """
+    """Carries out one rank's load plan; ``weights_only``, ``allow_dtype_cast``: see `S3StorageReader`."""
 
     def __init__(
         self,
@@ -64,23 +58,20 @@ class LoadExecutor:
         self._url, self._metadata, self._transforms = str(fetcher.url), metadata, transforms
         self._weights_only, self._allow_dtype_cast = weights_only, allow_dtype_cast
         self._unproven = is_unproven(metadata)
-        self._waiting: deque[ItemTransfer] = deque()
-        """Items that are no tensors and that the planner has not got, in plan order."""
+        self._waiting: deque[Transfer] = deque()
+        """Items that are no tensors and that the planner has not got. It gets them in plan order, as from torch's
+        readers."""
 
     def run(self, plan: LoadPlan, planner: LoadPlanner, exchange: Exchange | None = None) -> None:
-        """Fetch every item of ``plan``, or get it from other ranks, and hand it to ``planner``.
-
-        The planner is called from this thread only.
+        """Fetch every item of ``plan``, or get it from other ranks, and hand it to ``planner``, on this thread only.
 
         Raises:
             TensorMismatchError: before anything is fetched or changed; only without ``allow_dtype_cast``.
             UnsafeItemError: before the planner sees the item.
-            CorruptCheckpointError: stored bytes are missing, cut short or not what was written.
-            PeerReadError: another rank failed.
-            StorageError: S3 failed despite retries.
+            CorruptCheckpointError, PeerReadError, StorageError
         """
         with collector_paused():
-            shared = set() if exchange is None else exchange.join(plan.items, self.fetcher)
+            shared = set() if exchange is None else exchange.shared
             transfers, late = self.prepare(plan.items, planner, shared)
             targets = [each.target for each in transfers if each.target is not None]
             devices = {target.device: target for target in targets}
@@ -95,10 +86,7 @@ class LoadExecutor:
                 changing += [entry for entry in map(state.get, names) if isinstance(entry, torch.Tensor)]
             direct = [each for number, each in enumerate(transfers) if number not in shared]
             with counted_as_change(changing):
-                threads = None
-                if exchange is not None:
-                    mine = {number: transfers[number] for number in shared}
-                    threads = exchange.provide(mine, sum([each.length for each in direct]))
+                threads = None if exchange is None else exchange.provide(plan.items, transfers, self.fetcher)
                 self._read(direct, planner, threads)
                 if exchange is not None:
                     for transfer in exchange.arrivals():
@@ -111,7 +99,7 @@ class LoadExecutor:
 
     def prepare(
         self, items: Sequence[ReadItem], planner: LoadPlanner, shared: Collection[int] = ()
-    ) -> tuple[list[ItemTransfer], list[tuple[torch.Tensor, torch.Tensor]]]:
+    ) -> tuple[list[Transfer], list[tuple[torch.Tensor, torch.Tensor]]]:
         """Decide for each item which bytes it needs, and where they go. No I/O.
 
         Args:
@@ -120,13 +108,9 @@ class LoadExecutor:
         Returns:
             The transfer of each item; and targets of which another entry has a part, each with what is to be copied
             into it at the end, in order.
-
-        Raises:
-            TensorMismatchError: a destination does not match what was saved.
-            CorruptCheckpointError: the metadata contradicts itself.
         """
         url, narrowed = self._url, dict[tuple[torch.dtype, torch.dtype], dict[str, None]]()
-        transfers: list[ItemTransfer] = []
+        transfers: list[Transfer] = []
         for number, item in enumerate(items):
             stored = find_stored(self._metadata, item.storage_index, item.type, url)
             target: torch.Tensor | None = None
@@ -164,77 +148,89 @@ class LoadExecutor:
             )  # fmt: skip
         return transfers, late
 
-    def _make(self, item: ReadItem, stored: StoredChunk, target: torch.Tensor | None, is_shared: bool) -> ItemTransfer:
+    def _make(self, item: ReadItem, stored: StoredChunk, target: torch.Tensor | None, is_shared: bool) -> Transfer:
+        """The transfer of an item; of one that is shared, that of its box, packed."""
+        box, ranges = Box(item.storage_offsets, item.lengths), [Range(0, stored.nbytes, stored.crc)]
         if target is None or stored.whole:
-            return self._make_whole(item, stored, target, is_shared)
-        sizes, dtype, box = stored.sizes, stored.dtype, Box(item.storage_offsets, item.lengths)
+            seeks = target is not None and not is_shared and stored.crc is None and stored.nbytes > SMALL_ITEM
+            kind = _kind_of(stored) if seeks else None
+            expected = None if kind is None else expect_head(kind)[1]
+            if kind is None or expected is None:
+                return Transfer(item, stored, target, ranges if stored.nbytes else [], None, complete=self._decode)
+            # Probably a tensor where this torch would have put it. Its head is fetched along, to prove that.
+            (dtype, sizes, _), head = kind, expected.raw_offset
+            ranges = ranges_of_box(sizes, box, dtype.itemsize, blocks=None, max_gap=READ_GAP)
+            array = stored._replace(base=stored.base + head, sizes=sizes, dtype=dtype)
+            return Transfer(item, stored, target, ranges, target, array=array, box=box, head=head, complete=self._prove)
+        sizes, size = stored.sizes, stored.dtype.itemsize
         if is_shared:
-            packed = [Range(0, box.numel * dtype.itemsize, None)]
-            whole = Box((0,) * len(box.lengths), box.lengths)
             array = stored._replace(base=0, sizes=item.lengths)
-            return TensorTransfer(item, stored, target, whole, packed, array=array)
-        if box.lengths == sizes and not any(box.offsets):
-            ranges = [Range(0, stored.nbytes, stored.crc)] if stored.nbytes else []
-        else:
-            ranges = ranges_of_box(sizes, box, dtype.itemsize, blocks=stored.blocks, max_gap=READ_GAP)
+            return Transfer(item, stored, target, [Range(0, box.numel * size, None)], target, array=array)
+        if box.lengths != sizes or any(box.offsets):
+            ranges = ranges_of_box(sizes, box, size, blocks=stored.blocks, max_gap=READ_GAP)
+        elif not stored.nbytes:
+            ranges = []
         if not self._unproven:
-            return TensorTransfer(item, stored, target, box, ranges)
-        raw_offset = stored.base - stored.info.offset
-
-        def check(head: bytes) -> None:
-            """Of metadata without a checksum the item's head must prove what it says."""
-            kind = ItemKind(dtype, sizes, stored.info.length)
-            found = find_head(kind, head)
-            known = head and head == expect_head(kind)[0]  # also of dtypes that `parse_head` does not know
-            if not known and (found is None or found.raw_offset != raw_offset):
-                raise errors.CorruptCheckpointError(
-                    f"the metadata of {self._url} is damaged: where it places {item.storage_index.fqn!r}, there is no "
-                    f"{dtype} of {tuple(sizes)}. Remedy: load an earlier checkpoint",
-                    url=self._url,
-                )
-
-        if not 0 < raw_offset <= MAX_HEAD:
-            check(b"")
-        return TensorTransfer(item, stored, target, box, ranges, head=raw_offset, check=check)
-
-    def _make_whole(
-        self, item: ReadItem, stored: StoredChunk, target: torch.Tensor | None, is_shared: bool
-    ) -> ItemTransfer:
-        """The transfer of an item that is decoded when all of it has arrived, unless it is a tensor from where this
-        torch would have put it."""
-        decoded = functools.partial(
-            StreamTransfer, item, stored, target, functools.partial(self._decode, item, stored, target)
+            return Transfer(item, stored, target, ranges, target, box=box)
+        # Metadata without a checksum: the item's head must prove what it says.
+        head = stored.base - stored.info.offset
+        is_head = 0 < head <= MAX_HEAD
+        transfer = Transfer(
+            item, stored, target, ranges, target, box=box, head=head if is_head else 0, complete=self._prove
         )
-        kind = None if is_shared or stored.crc is not None or stored.nbytes <= SMALL_ITEM else _kind_of(stored)
-        expected = None if kind is None else expect_head(kind)[1]
-        if kind is None or expected is None or target is None:
-            return decoded()
-        base = stored.base + expected.raw_offset
-        array = stored._replace(base=base, sizes=torch.Size(kind.shape), dtype=kind.dtype)
-        box = Box(item.storage_offsets, item.lengths)
-        ranges = ranges_of_box(kind.shape, box, kind.dtype.itemsize, blocks=None, max_gap=READ_GAP)
+        if not is_head:
+            self._prove(transfer)  # which raises
+        return transfer
 
-        def check(head: bytes) -> ItemTransfer | None:
-            return None if find_head(kind, head) == expected else decoded()
+    def _prove(self, transfer: Transfer) -> Transfer | None:
+        """Compare the head that came with raw bytes with what should be there. If another writer placed them elsewhere,
+        return the whole item instead; if this library's metadata misplaces them, that is an error."""
+        item, stored, head = transfer.item, transfer.stored, bytes(transfer.head)
+        if (kind := _kind_of(stored)) is not None:
+            if find_head(kind, head) == expect_head(kind)[1]:
+                return None
+            ranges = [Range(0, stored.nbytes, stored.crc)]
+            return Transfer(item, stored, transfer.target, ranges, None, complete=self._decode)
+        kind = stored.dtype, stored.sizes, stored.info.length
+        found = find_head(kind, head)
+        known = head and head == expect_head(kind)[0]  # also of dtypes that `parse_head` does not know
+        if not known and (found is None or found.raw_offset != stored.base - stored.info.offset):
+            raise errors.CorruptCheckpointError(
+                f"the metadata of {self._url} is damaged: where it places {item.storage_index.fqn!r}, there is no "
+                f"{stored.dtype} of {tuple(stored.sizes)}. Remedy: load an earlier checkpoint",
+                url=self._url,
+            )
+        return None
 
-        return TensorTransfer(item, stored, target, box, ranges, array=array, head=expected.raw_offset, check=check)
-
-    def _decode(
-        self, item: ReadItem, stored: StoredChunk, target: torch.Tensor | None, buffer: torch.Tensor
-    ) -> io.BytesIO | None:
-        """Decode a whole item: into ``target``, or to what is returned."""
+    def _decode(self, transfer: Transfer) -> None:
+        """Decode a whole item: into its target, or to its ``loaded``."""
+        item, stored, target, name = transfer.item, transfer.stored, transfer.target, transfer.item.storage_index.fqn
+        buffer, transfer.into = transfer.into, None
+        data = memoryview(b"") if buffer is None else view_bytes(buffer)
         kind = _kind_of(stored)
         try:
-            head = None if kind is None or target is None else find_head(kind, view_bytes(buffer))
+            head = None if kind is None or target is None else find_head(kind, data)
             if head is not None:
-                raw = view_bytes(buffer)[head.raw_offset : head.raw_offset + head.nbytes]
+                raw = data[head.raw_offset : head.raw_offset + head.nbytes]
                 tensor = elements_of(raw, head.dtype) if raw.nbytes else torch.empty(0, dtype=head.dtype)
                 tensor = tensor.view(head.shape)
             else:
-                stream = self._unwrap(item, stored, buffer)
+                # Old checkpoints have no descriptor list.
+                descriptors = getattr(stored.info, "transform_descriptors", None) or ()
+                try:
+                    self._transforms.extension_registry.from_descriptor_list(descriptors)
+                except ValueError as error:
+                    raise errors.CheckpointError(
+                        f"{name!r} in {self._url} was saved through the stream extensions {list(descriptors)}: "
+                        f"{error}. Remedy: pass an _extension_registry that knows them to S3StorageReader",
+                        url=self._url,
+                    ) from error
+                stored_stream = io.BytesIO(data)
+                stream = self._transforms.transform_load_stream(item, descriptors, stored_stream)
+                seekable = stored_stream if stream is stored_stream else io.BytesIO(stream.read(-1))
                 if target is None:
-                    return io.BytesIO(stream.read(-1))
-                seekable = stream if isinstance(stream, io.BytesIO) else io.BytesIO(stream.read(-1))
+                    transfer.loaded = seekable
+                    return
                 check_storages(seekable)
                 seekable.seek(0)
                 tensor = cast(torch.Tensor, torch.load(seekable, map_location="cpu", weights_only=True))
@@ -243,29 +239,14 @@ class LoadExecutor:
             raise
         except Exception as error:
             raise errors.CorruptCheckpointError(
-                f"{item.storage_index.fqn!r} in {self._url} cannot be decoded: {type(error).__name__}: {error}. "
-                "The stored data is damaged: load an earlier checkpoint",
+                f"{name!r} in {self._url} cannot be decoded: {type(error).__name__}: {error}. The stored data is "
+                "damaged: load an earlier checkpoint",
                 url=self._url,
             ) from error
-        return None
-
-    def _unwrap(self, item: ReadItem, stored: StoredChunk, buffer: torch.Tensor) -> IO[bytes]:
-        """The bytes of an item without its stream extensions."""
-        # Old checkpoints have no descriptor list.
-        descriptors = getattr(stored.info, "transform_descriptors", None) or ()
-        try:
-            self._transforms.extension_registry.from_descriptor_list(descriptors)
-        except ValueError as error:
-            raise errors.CheckpointError(
-                f"{item.storage_index.fqn!r} in {self._url} was saved through the stream extensions "
-                f"{list(descriptors)}: {error}. Remedy: pass an _extension_registry that knows them to S3StorageReader",
-                url=self._url,
-            ) from error
-        return self._transforms.transform_load_stream(item, descriptors, io.BytesIO(view_bytes(buffer)))
 
     # --- on their way --------------------------------------------------------------------------------------
 
-    def _read(self, transfers: Sequence[ItemTransfer], planner: LoadPlanner, threads: int | None = None) -> None:
+    def _read(self, transfers: Sequence[Transfer], planner: LoadPlanner, threads: int | None = None) -> None:
         """Fetch items, on so many threads or as many as fill the link, and hand them to the planner."""
         for transfer in transfers:
             if not transfer.ranges:
@@ -290,10 +271,9 @@ class LoadExecutor:
         most = most if all_direct else min(most, fetcher.max_buffers)
         with fetcher.fetch(requests, threads=threads, most=most) as arrivals:
             for finished in arrivals:
-                if isinstance(finished, ItemTransfer):
-                    self._commit(finished, planner)
+                self._commit(finished, planner)
 
-    def _commit(self, transfer: ItemTransfer, planner: LoadPlanner) -> None:
+    def _commit(self, transfer: Transfer, planner: LoadPlanner) -> None:
         """Hand a tensor that is in place to the planner; for another item, all items whose turn it is."""
         if transfer.target is not None:
             planner.commit_tensor(transfer.item, transfer.target)
@@ -337,74 +317,54 @@ def keeps_values(saved: torch.dtype, target: torch.dtype) -> bool:
 # --- entries that share memory ------------------------------------------------------------------------
 
 
-def find_late(transfers: Sequence[ItemTransfer]) -> list[int]:
+def find_late(transfers: Sequence[Transfer]) -> list[int]:
     """Numbers of the items that must not be received where they belong, because an earlier entry's are: they are copied
     there at the end, in this order.
 
-    Entries that share memory (tied parameters) are received at the same time, and what was saved for them is usually
-    the same. Where it is not, or nobody knows, the last one in the plan wins, as with torch's readers.
+    Of entries that share memory (tied parameters) the last one in the plan wins, as with torch's readers, unless what
+    was saved for them is known to be the same.
     """
-    spans: dict[str, tuple[int, int]] = {}
-    numbers: dict[str, list[int]] = {}
-    filled: list[tuple[int, int, str]] = []
+    spans: list[tuple[float, float, int]] = []  # of memory, each with the number of the item
     for number, transfer in enumerate(transfers):
-        target, name = transfer.target, transfer.item.dest_index.fqn
+        target = transfer.target
         if target is None or not is_plain(target) or target.numel() == 0:
             continue  # no memory of its own
-        start, stop = target.data_ptr(), target.nbytes
+        start, size = target.data_ptr(), target.nbytes
         if not target.is_contiguous():
             last = sum((size - 1) * stride for size, stride in zip(target.shape, target.stride(), strict=True))
-            stop = (last + 1) * target.element_size()
-        filled.append((start, start + stop, name))
-        low, high = spans.get(name, (start, start + stop))
-        spans[name] = min(low, start), max(high, start + stop)
-        numbers.setdefault(name, []).append(number)
-    # Names of which spans overlap, directly or through others. Not what lies between the spans of one name: its shards
-    # may be anywhere in memory, with other tensors between them.
-    groups: dict[str, set[str]] = {}
-    end, owner = -1, ""
-    for start, stop, name in sorted(filled):
-        mine = groups.setdefault(name, {name})
-        if start < end and groups[owner] is not mine:
-            groups[owner] |= mine
-            groups.update(dict.fromkeys(mine, groups[owner]))
-        if stop > end:
-            end, owner = stop, name
+            size = (last + 1) * target.element_size()
+        spans.append((start, start + size, number))
     late: list[int] = []
-    for together in {id(group): group for group in groups.values() if len(group) > 1}.values():
-        names = [name for name in spans if name in together]  # in plan order
-        contents = {tuple([_content_of(transfers[number]) for number in numbers[name]]) for name in names}
-        known = all(transfers[number].stored.crc is not None for number in numbers[names[0]])
-        if len({spans[name] for name in names}) > 1 or len(contents) > 1 or not known:
-            late += [number for name in names[1:] for number in numbers[name]]
-    return late
-
-
-def _content_of(transfer: ItemTransfer) -> object:
-    """A value that tells the saved contents of two items apart."""
-    item = transfer.item
-    return item.dest_offsets, item.lengths, item.storage_offsets, transfer.stored.sizes, transfer.stored.crc
+    group: list[tuple[float, float, int]] = []  # that overlap, directly or through others
+    end = -math.inf
+    for span in [*sorted(spans), (math.inf, math.inf, -1)]:
+        if span[0] >= end:
+            numbers = sorted(number for _, _, number in group)
+            contents = {
+                (start, stop, t.item.dest_offsets, t.item.lengths, t.item.storage_offsets, t.stored.sizes, t.stored.crc)
+                for (start, stop, _), t in [(each, transfers[each[2]]) for each in group]
+            }
+            if len(contents) > 1 or any(transfers[number].stored.crc is None for number in numbers):
+                first = transfers[numbers[0]].item.dest_index.fqn
+                late += dropwhile(lambda number: transfers[number].item.dest_index.fqn == first, numbers)  # noqa: B023
+            group, end = [], -math.inf
+        group.append(span)
+        end = max(end, span[1])
+    return sorted(late)
 
 
 # --- heads of stored items ----------------------------------------------------------------------
 
 
-class ItemKind(NamedTuple):
-    """Properties of items whose heads should be the same."""
-
-    dtype: torch.dtype
-    """Dtype of the saved tensor."""
-    shape: tuple[int, ...]
-    """Shape of the saved chunk."""
-    length: int
-    """Length of the item in bytes."""
+ItemKind = tuple[torch.dtype, torch.Size, int]
+"""What the heads of items depend on: dtype and shape of the saved tensor, bytes of the item."""
 
 
 def _kind_of(stored: StoredChunk) -> ItemKind | None:
     """The kind of an archive of torch.save; None if the item is none, or if the shape of its tensor is not known."""
     if stored.tensor is None or stored.info.transform_descriptors:
         return None
-    return ItemKind(*stored.tensor, stored.nbytes)
+    return (*stored.tensor, stored.nbytes)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -412,14 +372,14 @@ def expect_head(kind: ItemKind) -> tuple[bytes, ArchiveHead | None]:
     """What this torch writes before the bytes of items of ``kind``, and what that says; nothing if they are of another
     length than this torch would write them.
 
-    What torch.save writes before a storage is the same for all tensors of one dtype and shape, up to the version of
-    torch. Where an item is as long as this torch would write it, the place of its bytes is expected; its own head is
-    fetched with them, and must say the same.
+    It is the same for all tensors of one dtype and shape, up to the version of torch. So the place of the bytes is
+    expected; the item's own head is fetched with them, and must say the same.
     """
     header = b""
     with contextlib.suppress(FramingError, HeadError, RuntimeError, MemoryError):  # RuntimeError: too much for torch
-        frame = compute_frame(kind.dtype, torch.Size(kind.shape))
-        if frame.length == kind.length:
+        dtype, shape, length = kind
+        frame = compute_frame(dtype, shape)
+        if frame.length == length:
             header = frame.header
             return header, parse_head(header)
     return header, None
@@ -433,6 +393,7 @@ def find_head(kind: ItemKind, data: bytes | memoryview) -> ArchiveHead | None:
         return head
     with contextlib.suppress(HeadError):
         head = parse_head(bytes(data[:MAX_HEAD]))
-        right = (head.dtype, head.shape) == (kind.dtype, tuple(kind.shape))
-        return head if right and head.raw_offset + head.nbytes <= kind.length else None
+        dtype, shape, length = kind
+        right = (head.dtype, head.shape) == (dtype, tuple(shape))
+        return head if right and head.raw_offset + head.nbytes <= length else None
     return None

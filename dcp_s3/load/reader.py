@@ -7,8 +7,8 @@ import dataclasses
 import logging
 import os
 import time
-from collections.abc import Callable
-from typing import Any, NoReturn
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
@@ -115,6 +115,8 @@ class S3StorageReader(StorageReader):
         self._fetched: Fetched | None = None
         self._began: tuple[float, Counters] | None = None
         """When it began, and what the store's counters were then."""
+        self._step: int | None = None
+        """The step in the name of the checkpoint."""
         self._together = self._asked_for_url = False
 
     @called_by_dcp
@@ -151,6 +153,7 @@ class S3StorageReader(StorageReader):
         is_load, self._asked_for_url = self._asked_for_url, False
         try:
             url, store = self._here()
+            self._step = find_step(url.name, self.settings)
             self._began = time.monotonic(), store.counters()
             emit(LoadStarted(url=str(url), step=self._step, rank=process.rank()), self.on_event)
             metadata = self._fetch_metadata(kwargs.get("rank"))
@@ -161,8 +164,8 @@ class S3StorageReader(StorageReader):
         if getattr(metadata, "storage_meta", None) is None:
             metadata.storage_meta = StorageMeta()
         metadata.storage_meta.load_id = self.load_id  # type: ignore[union-attr]
-        metadata.storage_meta.checkpoint_id = str(self._url)  # type: ignore[union-attr]  # a copy was saved elsewhere
-        metadata.tell_failed = _FailureTeller(self._tell_failed)  # type: ignore[attr-defined]
+        metadata.storage_meta.checkpoint_id = str(url)  # type: ignore[union-attr]  # a copy was saved elsewhere
+        metadata.failure_teller = _FailureTeller(self._tell_failed)  # type: ignore[attr-defined]
         return metadata
 
     def _fetch_metadata(self, rank: int | None) -> Metadata:
@@ -179,8 +182,10 @@ class S3StorageReader(StorageReader):
                 rank = process.rank() if process.is_initialized() else launch().rank
             try:
                 self._fetched = fetch(store, url, self.settings, rank, include_uncommitted=uncommitted)
-            except errors.CheckpointNotFoundError as of_rank:
-                raise (of_rank if isinstance(of_rank, errors.CheckpointDeletedError) else error) from None
+            except errors.CheckpointDeletedError:
+                raise
+            except errors.CheckpointNotFoundError:
+                raise error from None
         return self._fetched.metadata
 
     @called_by_dcp
@@ -190,9 +195,7 @@ class S3StorageReader(StorageReader):
         Raises:
             CorruptCheckpointError: it does not say where its items lie. Also what `read_metadata` could not raise.
         """
-        if isinstance(metadata, _UnreadableMetadata):
-            metadata.fail()
-        if not isinstance(metadata.storage_data, dict):
+        if not isinstance(metadata.storage_data, dict):  # which raises, if it is unreadable
             raise errors.CorruptCheckpointError(
                 f"the metadata of {self._url} does not say where its items lie (storage_data is "
                 f"{type(metadata.storage_data).__name__})",
@@ -221,15 +224,14 @@ class S3StorageReader(StorageReader):
             CorruptCheckpointError: the checkpoint was replaced between the ranks' reads of its metadata.
         """
         offers = [plan.storage_data for plan in plans if isinstance(plan.storage_data, Offer)]
-        told: list[Assignment | None] = [None] * len(plans)
+        told: Sequence[Assignment | None] = [None] * len(plans)
         if offers and len(offers) == len(plans) and self._metadata is not None:
             group, reason = choose_group(offers, str(self._url))
             if group:
                 with collector_paused():
-                    told[:] = plan_sharing(
-                        self._metadata, [plan.items for plan in plans], group=group, tag=new_tag(),
-                        max_gap=READ_GAP, max_piece=min(MAX_PIECE, self.settings.max_part_size),
-                    ) or told  # fmt: skip
+                    items, most, tag = [plan.items for plan in plans], self.settings.max_part_size, new_tag()
+                    found = plan_sharing(self._metadata, items, max_gap=READ_GAP, max_piece=min(MAX_PIECE, most))
+                    told = [each._replace(group=group, tag=tag) for each in found] if found else told
             elif len(plans) > 1 and any(offer.shares for offer in offers):
                 logger.info("every rank reads %s by itself: %s", self._url, reason)
         return [
@@ -282,11 +284,7 @@ class S3StorageReader(StorageReader):
 
     @property
     def checkpoint_id(self) -> str | None:
-        """URL of the checkpoint being read, None before there is one.
-
-        >>> S3StorageReader("s3://bucket/run/step-00002000").checkpoint_id
-        's3://bucket/run/step-00002000'
-        """
+        """URL of the checkpoint being read, None before there is one."""
         self._asked_for_url = True
         return None if self._url is None else str(self._url)
 
@@ -301,11 +299,6 @@ class S3StorageReader(StorageReader):
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Whether this is an S3 URL, as text or as a path, which has one slash left."""
         return is_s3_url(checkpoint_id)
-
-    @property
-    def _step(self) -> int | None:
-        """The step in the name of the checkpoint."""
-        return None if self._url is None else find_step(self._url.name, self.settings)
 
     def _tell_failed(self, error: BaseException) -> None:
         """Tell subscribers to events that a load failed on this rank."""
@@ -355,9 +348,6 @@ class S3StorageReader(StorageReader):
     def attachments(self) -> list[str]:
         """Names of the files that are attached to the checkpoint. Those of another library are not known.
 
-        >>> S3StorageReader("s3://bucket/run/step-00002000").attachments()
-        []
-
         Raises:
             CheckpointNotFoundError: no committed checkpoint is there.
             CorruptCheckpointError, StorageError
@@ -400,24 +390,17 @@ class _UnreadableMetadata(Metadata):
     def __init__(self, error: errors.DcpS3Error) -> None:
         object.__setattr__(self, "_reason", error)
 
-    def fail(self) -> NoReturn:
-        raise object.__getattribute__(self, "_reason")
-
     def __getattribute__(self, name: str) -> Any:
         if name in ("state_dict_metadata", "planner_data", "storage_data", "storage_meta", "version"):
-            _UnreadableMetadata.fail(self)
+            raise object.__getattribute__(self, "_reason")
         return object.__getattribute__(self, name)
 
 
 class _FailureTeller:
     """Metadata that a reader has read carries it, so that a planner can tell of a failure. Copies tell nobody."""
 
-    def __init__(self, tell: Callable[[BaseException], None] | None = None) -> None:
-        self._tell = tell
-
-    def __call__(self, error: BaseException) -> None:
-        if self._tell is not None:
-            self._tell(error)
+    def __init__(self, tell: Callable[[BaseException], None] = lambda _: None) -> None:
+        self.tell = tell
 
     def __reduce__(self) -> tuple[type[_FailureTeller], tuple[()]]:
         return _FailureTeller, ()

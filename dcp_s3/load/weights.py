@@ -162,12 +162,8 @@ def get_etags(metadata: Metadata) -> Mapping[str, str]:
 
 
 def fetch_weights(store: Store, url: CheckpointURL) -> Metadata | None:
-    """The metadata of safetensors files right at ``url``; None if there are none, or files of a save.
-
-    Raises:
-        WeightsError: they are damaged.
-        StorageError
-    """
+    """The metadata of safetensors files right at ``url``; None if there are none, or files of a save. WeightsError if
+    they are damaged."""
     prefix = url.key("")
     found = store.list(prefix, "/")
     names = [key.removeprefix(prefix) for key in (*(each.key for each in found.objects), *found.prefixes)]
@@ -186,12 +182,9 @@ def fetch_weights(store: Store, url: CheckpointURL) -> Metadata | None:
 
 class Fetched(NamedTuple):
     metadata: Metadata
-    version: int
-    """Hash of its bytes."""
-    lease: ReaderLease | None
-    """Lease on the checkpoint; None if its commit waits on this host's disk."""
-    rank: int | None = None
-    """The rank whose metadata it is; None for that of all ranks."""
+    version: int  # hash of its bytes
+    lease: ReaderLease | None  # lease on the checkpoint; None if its commit waits on this host's disk
+    rank: int | None = None  # the rank whose metadata it is; None for that of all ranks
 
 
 def fetch(

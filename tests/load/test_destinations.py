@@ -16,7 +16,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from dcp_s3 import S3LoadPlanner, S3StorageReader, S3StorageWriter, errors
 from dcp_s3.errors import MissingKeysError
-from dcp_s3.load.fetch import Buffer
+from dcp_s3.load.fetch import Fetcher
 from dcp_s3.load.read import keeps_values
 from tests.end_to_end.states import DTYPES, random_tensor
 from tests.end_to_end.test_failures import failure_of_load
@@ -86,13 +86,13 @@ def test_what_is_converted_comes_through_bounded_memory(
 ) -> None:
     state = {"w": torch.randn(3_000_000)}
     dcp.save(state, storage_writer=S3StorageWriter(root, settings={"part_size": "5MiB"}))
-    sizes, reserve = [0], Buffer.reserve
+    sizes, reserve = [0], Fetcher._reserve
 
-    def record(buffer: Buffer, size: int) -> memoryview:
+    def record(fetcher: Fetcher, size: int) -> memoryview:
         sizes.append(size)
-        return reserve(buffer, size)
+        return reserve(fetcher, size)
 
-    monkeypatch.setattr(Buffer, "reserve", record)
+    monkeypatch.setattr(Fetcher, "_reserve", record)
     target = {"w": torch.zeros(3_000_000, dtype=torch.bfloat16)}
     monkeypatch.setattr("dcp_s3.load.fetch.LOAD_BUFFERS", 4 * 2**20)
     dcp.load(target, storage_reader=S3StorageReader(root, settings={"concurrency": 4}))

@@ -18,10 +18,10 @@ from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
 from dcp_s3 import errors
 from dcp_s3.format.blocks import Blocks, Range, cuts_between, make_storage_info, pack_crcs
-from dcp_s3.load.fetch import Buffer, Reception
-from dcp_s3.load.items import ItemTransfer, TensorTransfer, Transfer
+from dcp_s3.load.fetch import receive
+from dcp_s3.load.items import Transfer
 from dcp_s3.load.plan import Box, ReadRequest, StoredChunk, halve, plan_requests, ranges_of_box
-from dcp_s3.memory import crc64nvme, view_bytes
+from dcp_s3.memory import ReadTarget, crc64nvme, view_bytes
 from tests.load.sources import URL, MemoryFetcher
 
 _BLOCK = 64
@@ -57,7 +57,7 @@ class Placed:
         if kind == "strided" and self.target.dim():
             self.target = torch.zeros(*self.target.shape, 2, dtype=self.target.dtype)[..., 1]
 
-    def transfer(self, *, checked: bool, max_gap: int) -> ItemTransfer:
+    def transfer(self, *, checked: bool, max_gap: int) -> Transfer:
         data = bytes(view_bytes(self.chunk.contiguous()))
         blocks = None
         if checked and data:
@@ -71,7 +71,7 @@ class Placed:
         stored = StoredChunk(
             make_storage_info(_PATH, self.start, len(data)), self.start, len(data), sizes, dtype, False
         )
-        return TensorTransfer(item, stored, self.target, self.box, ranges)
+        return Transfer(item, stored, self.target, ranges, self.target, box=self.box)
 
 
 @st.composite
@@ -104,22 +104,22 @@ def receive_all(data: bytes, transfers: Sequence[Transfer], *, max_request: int,
             assert start - end <= max_gap
             end = max(end, stop)
     random.Random(seed).shuffle(requests)
-    buffer = Buffer(pin=False)
     complete: list[Transfer] = []
     for request in requests:
-        complete += receive(data, request, buffer)
+        complete += received(data, request)
     assert sorted(map(id, complete)) == sorted(id(transfer) for transfer in transfers if transfer.ranges)
 
 
-def receive(data: bytes, request: ReadRequest, buffer: Buffer) -> list[Transfer]:
-    reception = Reception(request, buffer)
-    at = request.start
-    for target in reception.targets:
-        target.view[:] = data[at : at + target.view.nbytes]
-        target.received(0, target.view.nbytes)
-        at += target.view.nbytes
-    assert at == request.start + request.length
-    return reception.deliver()
+def received(data: bytes, request: ReadRequest) -> list[Transfer]:
+    def read(targets: Sequence[ReadTarget]) -> None:
+        at = request.start
+        for target in targets:
+            target.view[:] = data[at : at + target.view.nbytes]
+            target.received(0, target.view.nbytes)
+            at += target.view.nbytes
+        assert at == request.start + request.length
+
+    return receive(request, lambda size: memoryview(bytearray(size)), read)
 
 
 @given(objects(), st.booleans(), st.sampled_from([64, 128, 1000]), st.sampled_from([0, 30, 500]), st.integers(0, 99))
@@ -153,7 +153,7 @@ def test_a_changed_byte_that_is_fetched_is_noticed_and_repaired(
             transfer.forget(part)
             (request,) = plan_requests(transfer.segments([part]), max_request=10**6, max_gap=0)
             assert request.start <= at < request.start + request.length
-            assert receive(data, request, Buffer(pin=False)) == [transfer]
+            assert received(data, request) == [transfer]
         assert transfer.mismatches() == []
         assert torch.equal(item.target, item.expected)
 
@@ -167,16 +167,13 @@ SIZE = len(DATA)
 class Bytes(Transfer):
     """A run of an object into memory of its own."""
 
-    def __init__(self, start: int, length: int, *, crc: int | None = None, path: str = "a") -> None:
+    def __init__(self, start: int, length: int, *, crc: int | None = None) -> None:
         crc = crc64nvme(DATA[start : start + length]) if crc is None else crc
-        super().__init__(path, start, [Range(0, length, crc)], (0, length))
-        self.data = bytearray(length)
-
-    def name_of(self, part: Range) -> str:
-        return f"at{self.base}"
-
-    def memory(self, start: int, stop: int) -> memoryview:
-        return memoryview(self.data)[start:stop]
+        index, size = MetadataIndex(f"at{start}"), torch.Size((length,))
+        item = ReadItem(LoadItemType.TENSOR, index, size, index, size, size)
+        stored = StoredChunk(make_storage_info("a", start, length), start, length, size, torch.uint8, False)
+        self.data = torch.zeros(length, dtype=torch.uint8)
+        super().__init__(item, stored, self.data, [Range(0, length, crc)], self.data)
 
 
 def requests_for(*transfers: Transfer, max_request: int = 2**17) -> list[ReadRequest]:
@@ -206,7 +203,7 @@ def test_where_there_are_more_threads_than_requests_they_get_halves(monkeypatch:
     source = MemoryFetcher({"a": DATA})
     finished = fetch(source, requests_for(*transfers), threads=8)
     assert sorted(each.base for each in finished) == [0, 200_000]
-    assert all(bytes(each.data) == DATA[each.base :][:100_000] for each in transfers)
+    assert all(bytes(view_bytes(each.data)) == DATA[each.base :][:100_000] for each in transfers)
     asked = sorted((start, start + length) for _, start, length in source.asked)
     assert sum(stop - start for start, stop in asked) == 200_000, "each byte once"
     assert len(asked) > 4
@@ -216,7 +213,7 @@ def test_what_does_not_match_is_fetched_once_more_and_not_from_the_disk(caplog: 
     source = MemoryFetcher({"a": DATA}, damage=flip(150_000, times=1))
     transfers = [Bytes(0, 100_000), Bytes(100_000, 100_000)]
     assert fetch(source, requests_for(*transfers)).count(transfers[1]) == 1
-    assert transfers[1].data == DATA[100_000:200_000]
+    assert bytes(view_bytes(transfers[1].data)) == DATA[100_000:200_000]
     assert source.distrusted == ["a"]
     assert sum(size for _, _, size in source.asked) == 300_000
     assert f"checksum of 'at100000' in {URL} does not match; fetching it again" in caplog.text

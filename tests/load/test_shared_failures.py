@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.planner import LoadPlan
 
 from dcp_s3 import S3StorageWriter, errors
 from dcp_s3.load.messages import PAYLOAD, Messages
-from dcp_s3.load.pieces import OwnedPiece, ReceivedPiece
+from dcp_s3.load.pieces import Piece
 from tests.faulty import BUCKET
 from tests.interrupting import Interrupts
 from tests.load.conftest import RUN, SMALL, Recording, assert_large_loads, large_state, load_into
@@ -74,8 +74,8 @@ _PLANNER = "torch.distributed.checkpoint.default_planner.DefaultLoadPlanner"
 _DOWN = errors.TransferError("S3 is down", bucket=BUCKET, key="k", operation="GetObject", attempts=3)
 _SITES: dict[str, tuple[int, str, BaseException, int]] = {
     "down": (1, "dcp_s3.s3.store.S3Store.read", _DOWN, 0),
-    "sending": (2, "dcp_s3.load.pieces.OwnedPiece.message", MemoryError("no memory"), 0),
-    "receiving": (0, "dcp_s3.load.pieces.ItemSection.memory", KeyError("place"), 0),
+    "sending": (2, "dcp_s3.load.pieces.Piece.message", MemoryError("no memory"), 0),
+    "receiving": (0, "dcp_s3.load.pieces.Piece._memory", KeyError("place"), 0),
     "planner": (1, f"{_PLANNER}.commit_tensor", ValueError("mine"), 2),
     "interrupt": (0, f"{_PLANNER}.commit_tensor", KeyboardInterrupt(), 1),
     "preparing": (1, f"{_PLANNER}.resolve_tensor", ValueError("no tensor"), 0),
@@ -116,8 +116,8 @@ def _failing_at_random(seed: int, count: int) -> None:
     dcp.save(large_state(False), storage_writer=S3StorageWriter(url, settings=SMALL))
     draw = random.Random(seed)
     places = [
-        (OwnedPiece, "fetch"), (OwnedPiece, "message"), (OwnedPiece, "sent"), (ReceivedPiece, "buffer"),
-        (ReceivedPiece, "received"), (DefaultLoadPlanner, "commit_tensor"),
+        (Piece, "fetch"), (Piece, "message"), (Piece, "sent"), (Piece, "buffer"),
+        (Piece, "received"), (DefaultLoadPlanner, "commit_tensor"),
     ]  # fmt: skip
     for number in range(count):
         with contextlib.ExitStack() as stack:
@@ -144,10 +144,10 @@ def _interrupted() -> dict[int, tuple[str, str]]:
     url = f"{RUN}/good"
     dcp.save(large_state(False), storage_writer=S3StorageWriter(url, settings=SMALL))
     interrupts = Interrupts()
-    received = ReceivedPiece.received
+    received = Piece.received
     first, returned, early = threading.Event(), threading.Event(), []
 
-    def interrupt_twice(piece: ReceivedPiece, crc: int) -> None:
+    def interrupt_twice(piece: Piece, crc: int) -> None:
         if not first.is_set():
             first.set()
             interrupts.send()
@@ -155,7 +155,7 @@ def _interrupted() -> dict[int, tuple[str, str]]:
             early.append(returned.wait(0.3))
         received(piece, crc)
 
-    with _on_rank(0, mock.patch.object(ReceivedPiece, "received", interrupt_twice)):
+    with _on_rank(0, mock.patch.object(Piece, "received", interrupt_twice)):
         try:
             failures, _ = _failing(url)
         finally:
@@ -209,7 +209,7 @@ def _die(*_: Any) -> None:
 
 def _killed(folder: Path, before: bool) -> None:
     dcp.save(large_state(False), storage_writer=S3StorageWriter(f"{RUN}/good", settings=SMALL))
-    where: Any = (DefaultLoadPlanner, "finish_plan") if before else (OwnedPiece, "fetch")
+    where: Any = (DefaultLoadPlanner, "finish_plan") if before else (Piece, "fetch")
     with _on_rank(2, mock.patch.object(*where, _die)):
         try:
             load_into(f"{RUN}/good", large_state(True))
@@ -229,7 +229,8 @@ def _cut_off(number: int, folder: Path) -> None:
     messages = Messages(dist.group.WORLD, [1 - dist.get_rank()], "s3://b/run", 1 << 29)  # type: ignore[arg-type]
     peer, works = 1 - messages.rank, []
     for index, tensor in enumerate(tensors if messages.rank == 0 else tensors[:-2]):  # it cannot end before the kill
-        works.append((messages.receive if index % 2 == messages.rank else messages.send)(tensor, peer, PAYLOAD))
+        operation = dist.irecv if index % 2 == messages.rank else dist.isend
+        works.append(messages.post(operation, tensor, peer, PAYLOAD))
     if messages.rank == 1:
         time.sleep(number * 0.002)
         _die()

@@ -229,38 +229,30 @@ def test_the_shards_of_all_ranks_hold_each_element_once(data: st.DataObject) -> 
     assert len(seen) == found.numel()
 
 
+_W = {"m": {"w": torch.zeros(4, 3)}}
+_HERE = {"rank": 0, "world_size": 2}
+
+
 @pytest.mark.parametrize(
-    ("plan", "message"),
+    ("state", "plan", "place", "message"),
     [
-        ({}, r"the plan does not say how 'm\.w' is split"),
-        ({"m.w": 2}, r"splits 'm\.w' along 2, which is no dimension of \(4, 3\)"),
-        ({"m.w": True}, "along True, which is no dimension"),
-        ({"m.w": Fused(2, (4,))}, "along 2, which is no dimension"),
-        ({"m.w": Fused(0, (2, 1))}, r"'m\.w' has length 4 along 0, but the plan has parts of \(2, 1\)"),
-        ({"m.w": Fused(0, (2, 2), copies=(1,))}, r"with \(1,\) copies"),
-        ({"m.w": Fused(0, (2, 2), copies=(1, 3))}, r"with \(1, 3\) copies on 2 ranks"),
+        (_W, {}, _HERE, r"the plan does not say how 'm\.w' is split"),
+        (_W, {"m.w": 2}, _HERE, r"splits 'm\.w' along 2, which is no dimension of \(4, 3\)"),
+        (_W, {"m.w": True}, _HERE, "along True, which is no dimension"),
+        (_W, {"m.w": Fused(2, (4,))}, _HERE, "along 2, which is no dimension"),
+        (_W, {"m.w": Fused(0, (2, 1))}, _HERE, r"'m\.w' has length 4 along 0, but the plan has parts of \(2, 1\)"),
+        (_W, {"m.w": Fused(0, (2, 2), copies=(1,))}, _HERE, r"with \(1,\) copies"),
+        (_W, {"m.w": Fused(0, (2, 2), copies=(1, 3))}, _HERE, r"with \(1, 3\) copies on 2 ranks"),
+        ({"m": nn.Linear(2, 2)}, {"*": 0}, _HERE, r"'m' is a Linear\. Remedy: pass its state_dict\(\)"),
+        ({"m": (torch.zeros(2), 1)}, {"*": 0}, _HERE, "'m' is a tuple of tensors"),
+        ({"m": torch.eye(3).to_sparse()}, {"*": 0}, _HERE, "'m' is torch.sparse_coo, expected a dense tensor"),
+        (_W, {"*": 0}, {}, "expected group"),
+        (_W, {"*": 0}, {"rank": 0}, "expected group"),
+        (_W, {"*": 0}, {"world_size": 2}, "expected group"),
+        (_W, {"*": 0}, {"rank": 2, "world_size": 2}, "expected group"),
     ],
 )
-def test_plans_that_do_not_fit(plan: Any, message: str) -> None:
+def test_states_plans_and_places_that_do_not_fit(state: Any, plan: Any, place: Any, message: str) -> None:
     with pytest.raises(errors.ShardingError, match=message) as caught:
-        shard_state({"m": {"w": torch.zeros(4, 3)}}, plan, rank=0, world_size=2)
-    assert caught.value.fqn == "m.w"
-
-
-@pytest.mark.parametrize("place", [{}, {"rank": 0}, {"world_size": 2}, {"rank": 2, "world_size": 2}])
-def test_places_that_are_none(place: Any) -> None:
-    with pytest.raises(errors.ShardingError, match="expected group"):
-        shard_state({"w": torch.zeros(4)}, {"*": 0}, **place)
-
-
-@pytest.mark.parametrize(
-    ("state", "message"),
-    [
-        ({"m": nn.Linear(2, 2)}, r"'m' is a Linear\. Remedy: pass its state_dict\(\)"),
-        ({"m": (torch.zeros(2), 1)}, "'m' is a tuple of tensors"),
-        ({"m": torch.eye(3).to_sparse()}, "'m' is torch.sparse_coo, expected a dense tensor"),
-    ],
-)
-def test_entries_that_would_hide_shards(state: Any, message: str) -> None:
-    with pytest.raises(errors.ShardingError, match=message):
-        shard_state(state, {"*": 0}, rank=0, world_size=2)
+        shard_state(state, plan, **place)
+    assert caught.value.fqn == ("" if place is not _HERE else "m.w" if state is _W else "m")
