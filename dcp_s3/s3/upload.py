@@ -16,7 +16,7 @@ from typing import Any
 
 from dcp_s3 import errors
 from dcp_s3.limit import Cancelled, Progress
-from dcp_s3.memory import Piece, combine_crc64nvme, crc_of, views_of
+from dcp_s3.memory import Piece, combine_crc64nvme, crc_of
 from dcp_s3.s3 import multipart
 from dcp_s3.s3.body import GatherBody
 from dcp_s3.s3.bucket import Bucket, checksum_arguments, creation_arguments, request_with_checksum
@@ -314,9 +314,8 @@ class ObjectUpload:
         is_isolated, size = self._uploader.isolated, sum(piece.size for piece in pieces)
         crc = None if settings.checksum == "none" else crc_of(pieces)
         checksum = {} if crc is None else checksum_arguments(settings, crc)
-        body = GatherBody(
-            views_of(pieces), patience=patience if is_isolated else None, moved=self._uploader.tuning.moved
-        )
+        views = [piece.view for piece in pieces if piece.view is not None]
+        body = GatherBody(views, patience=patience if is_isolated else None, moved=self._uploader.tuning.moved)
         try:
             if not upload_id:
                 arguments = {**creation_arguments(settings, data=True), "Key": self.key, "Body": body, **checksum}
