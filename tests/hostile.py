@@ -390,6 +390,8 @@ HOSTILE: dict[str, bytes] = {
     "a huge timedelta": call("datetime", "timedelta", number(10**20), b"K\x00", b"K\x00"),
     "a zone of two days": call("datetime", "timezone", call("datetime", "timedelta", b"K\x02", b"K\x00", b"K\x00")),
     "a stream of a file": call("_io", "FileIO", text("/etc/passwd")),
+    "a factory of its own": call("collections", "defaultdict", name("tests.hostile", "trip")),
+    "a deque of what it calls": call("collections", "deque") + call("tests.hostile", "trip") + b"a",
     "attributes of a class": name("collections", "deque") + plain({"append": 1}) + b"b",
     "attributes of an array's class": name("numpy", "ndarray") + plain((None, {"x": 1})) + b"b",
     "attributes of a date": call("datetime", "timedelta", b"K\x01", b"K\x02", b"K\x03") + plain({"x": 1}) + b"b",

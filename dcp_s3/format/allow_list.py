@@ -375,5 +375,5 @@ _MEMORY_FORMATS = {str(value): value for value in vars(torch).values() if isinst
 
 
 def find_memory_format(module: str, name: str) -> torch.memory_format | None:
-    """The memory format of this name. torch gives them no module; pickle names the first one that has them."""
-    return _MEMORY_FORMATS.get(f"torch.{name}") if module.partition(".")[0] == "torch" else None
+    """The memory format of this name. torch gives them no module; pickle names the first one that has ``torch``."""
+    return _MEMORY_FORMATS.get(f"torch.{name.rpartition('.')[2]}") if module.partition(".")[0] == "torch" else None

@@ -118,7 +118,6 @@ class What(Enum):
     PIN = "pin"
     LEASE = "lease"
     DELETION = "deletion"
-    """The list of what a deletion removes."""
     COORDINATION = "coordination"
     """Of a save without collectives: the claim, or what has its nonce in its name."""
     BOARD = "board"
@@ -137,22 +136,18 @@ class Kind(NamedTuple):
 
     what: What
     rank: int | None = None
-    number: int | None = None
-    """Number of a data object among its rank's."""
+    number: int | None = None  # of a data object among its rank's
     nonce: str = ""
     """Nonce of a data object; empty if another library named it."""
     spread: int = 0
     """Number of hex digits of the hash in front of a data object's name (`spread`)."""
     save_id: str = ""
     """Save id of a manifest; nonce of what the ranks of a save without collectives tell each other."""
-    seconds: int = 0
-    """Of a lease."""
+    seconds: int = 0  # of a lease
     deletion: str = ""
     """Id (`deletion_id`) of a deletion's list."""
-    attempt: str = ""
-    """Of a deletion's list."""
-    below: str = ""
-    """Name of the directory of a nested object."""
+    attempt: str = ""  # of a deletion's list
+    below: str = ""  # name of the directory of a nested object
 
 
 _NUMBER = "(0|[1-9][0-9]*)"

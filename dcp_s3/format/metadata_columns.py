@@ -16,15 +16,7 @@ from typing import Any, TypeAlias, cast
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint import metadata as dcp
 
 from dcp_s3.format.layout import DCP_VERSION
 from dcp_s3.format.metadata import seal
@@ -59,7 +51,8 @@ _KEYS = (
     "crc64nvme_block", "crc64nvme_blocks",
 )  # fmt: skip
 _CLASSES = (
-    Metadata, TensorStorageMetadata, BytesStorageMetadata, ChunkStorageMetadata, MetadataIndex, StorageInfo, torch.Size,
+    dcp.Metadata, dcp.TensorStorageMetadata, dcp.BytesStorageMetadata, dcp.ChunkStorageMetadata, dcp.MetadataIndex,
+    StorageInfo, torch.Size,
 )  # fmt: skip
 _BEGIN, _END = b")\x81}(", b"ub"  # of an instance, after its class; of its state and the instance
 _NONE = b"N"
@@ -72,7 +65,7 @@ class StoredItems:
     names: Sequence[str]
     """In the order of their entries. Each has an item."""
     shapes: Sequence[tuple[int, ...]]
-    properties: Sequence[TensorProperties]
+    properties: Sequence[dcp.TensorProperties]
     paths: Sequence[str]
     """Relative paths of objects."""
     numbers: Ints
@@ -86,7 +79,7 @@ class StoredItems:
 
 
 def dump_items(
-    items: StoredItems, *, planner_data: dict[str, tuple[str | int, ...]] | None, storage_meta: StorageMeta
+    items: StoredItems, *, planner_data: dict[str, tuple[str | int, ...]] | None, storage_meta: dcp.StorageMeta
 ) -> bytes:
     """``.metadata`` of a checkpoint with these items, as torch's FileSystemReader and `load_metadata` read it."""
     stream = io.BytesIO()
@@ -95,7 +88,7 @@ def dump_items(
     order = stable_order(items.numbers[NAME])
     starts = group_starts(items.numbers[NAME][order])
     counts = np.diff(starts, append=len(order))
-    stream.write(get(Metadata) + _BEGIN + get("state_dict_metadata") + b"}")
+    stream.write(get(dcp.Metadata) + _BEGIN + get("state_dict_metadata") + b"}")
     _write_entries(stream, memo, items, order, starts, counts)
     stream.write(get("planner_data") + (_NONE if planner_data is None else get(planner_data)))
     stream.write(get("storage_meta") + get(storage_meta) + get("version") + get(DCP_VERSION))
@@ -122,7 +115,9 @@ def group_starts(ordered: Ints) -> Ints:
 class _Memo:
     """Writes the beginning of the pickle, with all that items refer to, and knows the numbers of that."""
 
-    def __init__(self, stream: io.BytesIO, items: StoredItems, planner_data: Any, storage_meta: StorageMeta) -> None:
+    def __init__(
+        self, stream: io.BytesIO, items: StoredItems, planner_data: Any, storage_meta: dcp.StorageMeta
+    ) -> None:
         self._common = (
             _CLASSES, _KEYS, DCP_VERSION, list(items.properties), list(items.names), planner_data, list(items.paths),
             storage_meta,
@@ -173,7 +168,7 @@ def _write_entries(
         chunks,
         len(tensors),
         [
-            get(ChunkStorageMetadata) + _BEGIN,
+            get(dcp.ChunkStorageMetadata) + _BEGIN,
             get("offsets") + b"j", memo.shapes[numbers[OFFSETS][tensors] - 1],
             get("sizes") + b"j", memo.shapes[numbers[SIZES][tensors] - 1],
             _END + b"a",
@@ -181,9 +176,9 @@ def _write_entries(
     )  # fmt: skip
     records, done = chunks.getbuffer(), 0
     firsts = order[starts]
-    begin = get(TensorStorageMetadata) + _BEGIN + get("properties")
+    begin = get(dcp.TensorStorageMetadata) + _BEGIN + get("properties")
     properties = [get(each) for each in items.properties]
-    size, between, other = get("size") + b"j", get("chunks") + b"]", get(BytesStorageMetadata) + b")\x81s"
+    size, between, other = get("size") + b"j", get("chunks") + b"]", get(dcp.BytesStorageMetadata) + b")\x81s"
     rows = zip(
         memo.names[numbers[NAME][firsts]].tolist(),
         numbers[PROPERTIES][firsts].tolist(),
@@ -217,7 +212,7 @@ def _write_storage(stream: io.BytesIO, memo: _Memo, items: StoredItems, hints: I
             chosen, kind = slab + order[start:stop], int(kinds[order[start]])
             numbers, ranges = items.numbers[:, chosen], items.ranges[:, chosen]
             layout: list[bytes | Ints] = [
-                get(MetadataIndex) + _BEGIN + get("fqn") + b"j", memo.names[numbers[NAME]],
+                get(dcp.MetadataIndex) + _BEGIN + get("fqn") + b"j", memo.names[numbers[NAME]],
                 get("index"), *([b"J", hints[chosen]] if kind & 8 else [_NONE]),
             ]  # fmt: skip
             if kind & 16:
