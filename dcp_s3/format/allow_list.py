@@ -345,12 +345,23 @@ _MEGATRON = "megatron.core.dist_checkpointing.strategies.torch."
 # Where torch 2.1 and 2.2 had the properties of a tensor. Later releases have other classes of this name.
 _TORCH_2_1 = "torch.distributed._shard.sharded_tensor.metadata."
 _ENCODINGS = (f"{_DCP}metadata._MEM_FORMAT_ENCODING", f"{_TORCH_2_1}MEM_FORMAT_ENCODING")
-_CLASSES = (
-    dcp.BytesStorageMetadata, dcp.ChunkStorageMetadata, dcp.Metadata, dcp.MetadataIndex, dcp.StorageMeta,
-    dcp.TensorStorageMetadata, StorageInfo,
-)  # fmt: skip
-MIRRORS: dict[type, Any] = {cls: Sealed(cls.__name__, (Mirror,), {}) for cls in _CLASSES} | {
-    TensorProperties: Sealed("TensorProperties", (Mirror,), {"__setstate__": _set_properties})
+CHECKED: dict[type, frozenset[str]] = {
+    dcp.Metadata: frozenset({"state_dict_metadata", "storage_data", "storage_meta"}),
+    dcp.TensorStorageMetadata: frozenset({"properties", "size", "chunks"}),
+    dcp.ChunkStorageMetadata: frozenset({"offsets", "sizes"}),
+    dcp.MetadataIndex: frozenset({"fqn", "offset", "index"}),
+    TensorProperties: frozenset({"dtype", "layout", "requires_grad", "memory_format", "pin_memory", "strides"}),
+    dcp.BytesStorageMetadata: frozenset(),
+    dcp.StorageMeta: frozenset(),
+    StorageInfo: frozenset({
+        "relative_path", "offset", "length", "transform_descriptors",
+        "raw_offset", "crc64nvme", "crc64nvme_block", "crc64nvme_blocks",  # see format/blocks.py
+    }),
+}  # fmt: skip
+"""DCP's classes, and their attributes that `metadata` checks, all of plain types. Others must be plain values."""
+MIRRORS: dict[type, Any] = {
+    cls: Sealed(cls.__name__, (Mirror,), {"__setstate__": _set_properties} if cls is TensorProperties else {})
+    for cls in CHECKED
 }
 METADATA: dict[str, Any] = {
     **PLAIN,

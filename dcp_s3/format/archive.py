@@ -116,7 +116,7 @@ class PickledStorage(NamedTuple):
     """Name of the storage in its archive."""
     nbytes: int
     dtype: torch.dtype | None
-    """Dtype of its elements; None if it consists of mere bytes."""
+    """None if it consists of mere bytes."""
 
 
 class PickledTensor(NamedTuple):
@@ -222,7 +222,7 @@ class ArchiveHead:
     length: int
     """Number of bytes before the storage's."""
     raw_offset: int
-    """Offset of the tensor's first byte in the archive."""
+    """Of the tensor's first byte in the archive."""
     nbytes: int
     dtype: torch.dtype
     shape: tuple[int, ...]

@@ -67,14 +67,11 @@ class Blocks(NamedTuple):
 
 
 class Range(NamedTuple):
-    """A run of bytes, of a chunk or anything else with bytes."""
+    """A run of bytes, of a chunk or anything else with bytes, and their CRC-64/NVME, if it is known."""
 
     start: int
-    """First byte."""
     stop: int
-    """Byte after the last."""
     crc: int | None
-    """CRC-64/NVME of the bytes; None if it is not known."""
 
 
 def widen(start: int, stop: int, nbytes: int, blocks: Blocks) -> Range:

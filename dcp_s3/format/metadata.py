@@ -20,18 +20,11 @@ from collections import OrderedDict
 from typing import Any, NoReturn, TypeGuard, cast
 
 import torch
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint import metadata as dcp
 
 from dcp_s3.errors import CorruptCheckpointError, UnsafeMetadataError
 from dcp_s3.format.allow_list import (
+    CHECKED,
     LEAVES,
     METADATA,
     MIRRORS,
@@ -51,27 +44,27 @@ from dcp_s3.torch_private import StorageInfo
 _new = copyreg.__newobj__  # type: ignore[attr-defined]  # makes an instance without its constructor: what pickles call
 
 
-def dump_metadata(metadata: Metadata) -> bytes:
+def dump_metadata(metadata: dcp.Metadata) -> bytes:
     """Pickle ``.metadata`` as torch's FileSystemWriter does, in half of the time, and equal names and shapes, which
     each rank has sent as its own, once."""
     names: dict[str, str] = {}
     shapes: dict[torch.Size, torch.Size] = {}
     name, shape, size = names.setdefault, shapes.setdefault, torch.Size
 
-    def reduce_index(index: MetadataIndex) -> Any:
+    def reduce_index(index: dcp.MetadataIndex) -> Any:
         state = vars(index).copy()
         fqn, offset = index.fqn, index.offset
         state["fqn"] = name(fqn, fqn)
         if type(offset) is size:
             state["offset"] = shape(offset, offset)
-        return _new, (MetadataIndex,), state
+        return _new, (dcp.MetadataIndex,), state
 
-    def reduce_chunk(chunk: ChunkStorageMetadata) -> Any:
+    def reduce_chunk(chunk: dcp.ChunkStorageMetadata) -> Any:
         state = vars(chunk).copy()
         offsets, sizes = chunk.offsets, chunk.sizes
         if type(offsets) is type(sizes) is size:
             state["offsets"], state["sizes"] = shape(offsets, offsets), shape(sizes, sizes)
-        return _new, (ChunkStorageMetadata,), state
+        return _new, (dcp.ChunkStorageMetadata,), state
 
     def reduce_info(info: StorageInfo) -> Any:
         state = vars(info)
@@ -82,7 +75,7 @@ def dump_metadata(metadata: Metadata) -> bytes:
     stream = io.BytesIO()
     pickler = pickle.Pickler(stream)
     pickler.dispatch_table = copyreg.dispatch_table | {
-        MetadataIndex: reduce_index, ChunkStorageMetadata: reduce_chunk, StorageInfo: reduce_info,
+        dcp.MetadataIndex: reduce_index, dcp.ChunkStorageMetadata: reduce_chunk, StorageInfo: reduce_info,
     }  # fmt: skip
     pickler.dump(metadata)
     return seal(stream)
@@ -107,7 +100,7 @@ def seal(stream: io.BytesIO) -> bytes:
 # --- reading --------------------------------------------------------------------------------------
 
 
-def load_metadata(data: bytes, *, url: str, crc: str | None = None, of_rank: bool = False) -> Metadata:
+def load_metadata(data: bytes, *, url: str, crc: str | None = None, of_rank: bool = False) -> dcp.Metadata:
     """Compare ``.metadata`` with its checksum, unpickle it with the allow-list, and check it.
 
     Without a checksum (other writers', or written before the seal and copied without user metadata), the metadata must
@@ -126,9 +119,8 @@ def load_metadata(data: bytes, *, url: str, crc: str | None = None, of_rank: boo
     proven = is_sealed or crc is not None
     with collector_paused():
         try:
-            found, recorded = crc_hex(crc64nvme(memoryview(data)[:-8] if is_sealed else data)), crc
-            if is_sealed:
-                recorded = data[-8:].hex()
+            found = crc_hex(crc64nvme(memoryview(data)[:-8] if is_sealed else data))
+            recorded = data[-8:].hex() if is_sealed else crc
             if proven and found != recorded:
                 raise MalformedPickleError(f"its CRC-64/NVME is {found}, recorded was {recorded}")
             stream = io.BytesIO(data)
@@ -165,26 +157,11 @@ def load_metadata(data: bytes, *, url: str, crc: str | None = None, of_rank: boo
 _UNPROVEN = "unproven"  # an attribute that only a Metadata has which was loaded
 
 
-def is_unproven(metadata: Metadata) -> bool:
+def is_unproven(metadata: dcp.Metadata) -> bool:
     """Whether metadata was loaded without a checksum, so that items themselves must say what they are."""
     return getattr(metadata, _UNPROVEN, False)
 
 
-# Attributes that are checked here, all of them of plain types. Others must be plain values.
-_CHECKED = {
-    Metadata: frozenset({"state_dict_metadata", "storage_data", "storage_meta"}),
-    TensorStorageMetadata: frozenset({"properties", "size", "chunks"}),
-    ChunkStorageMetadata: frozenset({"offsets", "sizes"}),
-    MetadataIndex: frozenset({"fqn", "offset", "index"}),
-    TensorProperties: frozenset({"dtype", "layout", "requires_grad", "memory_format", "pin_memory", "strides"}),
-    BytesStorageMetadata: frozenset(),
-    StorageMeta: frozenset(),
-    StorageInfo: frozenset({
-        "relative_path", "offset", "length", "transform_descriptors",
-        "raw_offset", "crc64nvme", "crc64nvme_block", "crc64nvme_blocks",  # see format/blocks.py
-    }),
-}  # fmt: skip
-_MIRRORS = {cls: (MIRRORS[cls], checked) for cls, checked in _CHECKED.items()}
 _set = object.__setattr__  # for instances whose class refuses it
 # Limit of one item. S3's largest object is 50 TiB, but pickled or encoded items go through memory.
 _MAX_ITEM_BYTES = 2**44
@@ -203,34 +180,34 @@ class _Checks:
         # nested. They may share parts.
         self._known: dict[int, tuple[Any, int]] = {}
 
-    def check(self, metadata: Any) -> Metadata:
+    def check(self, metadata: Any) -> dcp.Metadata:
         """The metadata that a mirror stands for."""
-        if type(metadata) is not MIRRORS[Metadata] or type(vars(metadata).get("state_dict_metadata")) is not dict:
+        if type(metadata) is not MIRRORS[dcp.Metadata] or type(vars(metadata).get("state_dict_metadata")) is not dict:
             raise MalformedPickleError(f"it is a pickled {type(metadata).__name__}, not DCP metadata")
         fields = vars(metadata)
         fields.pop("all_local_plans", None)  # Megatron's, which are not kept
         for fqn, entry in fields["state_dict_metadata"].items():
             if type(fqn) is not str:
                 _fail(fqn, "is a name that is no string")
-            if self._is(entry, TensorStorageMetadata):
+            if self._is(entry, dcp.TensorStorageMetadata):
                 if not self._is_tensor(vars(entry)):
                     _fail(fqn, "has no complete description of its shape, dtype and chunks")
-            elif not self._is(entry, BytesStorageMetadata):
+            elif not self._is(entry, dcp.BytesStorageMetadata):
                 _fail(fqn, f"is a {type(entry).__name__}")
         if fields.get("storage_data") is not None:
             fields["storage_data"] = self._check_storage(fields["storage_data"])
         # Loading does not need the rest.
         meta, texts = fields.get("storage_meta"), (str, type(None))
-        if meta is not None and not (self._is(meta, StorageMeta) and type(vars(meta).get("save_id")) in texts):
+        if meta is not None and not (self._is(meta, dcp.StorageMeta) and type(vars(meta).get("save_id")) in texts):
             _fail("storage_meta", "is no StorageMeta with an id of a save")
         if type(fields.get("version")) not in texts:
             _fail("version", "is no string")
-        self._is(metadata, Metadata)  # with plain values in planner_data
-        return cast(Metadata, metadata)
+        self._is(metadata, dcp.Metadata)  # with plain values in planner_data
+        return cast(dcp.Metadata, metadata)
 
     def _is(self, value: Any, cls: type) -> bool:
         """Whether ``value`` stands for an instance of torch's ``cls``. If so, it becomes one."""
-        mirror, checked = _MIRRORS[cls]
+        mirror, checked = MIRRORS[cls], CHECKED[cls]
         if type(value) is not mirror:
             return type(value) is cls  # already: it occurs twice
         if not checked.issuperset(value.__dict__):
@@ -264,12 +241,12 @@ class _Checks:
     def _is_tensor(self, fields: dict[str, Any]) -> bool:
         # A damaged pickle may lack attributes.
         size, properties, chunks = fields.get("size"), fields.get("properties"), fields.get("chunks")
-        if not _is_shape(size) or not self._is(properties, TensorProperties) or type(chunks) is not list:
+        if not _is_shape(size) or not self._is(properties, dcp.TensorProperties) or type(chunks) is not list:
             return False
         if "dtype" not in vars(properties) or math.prod(size) > _MAX_INT // 16:
             return False
         for chunk in chunks:
-            if not self._is(chunk, ChunkStorageMetadata):
+            if not self._is(chunk, dcp.ChunkStorageMetadata):
                 return False
             found = chunk.__dict__
             offsets, sizes = found.get("offsets"), found.get("sizes")
@@ -283,7 +260,7 @@ class _Checks:
             _fail("storage_data", f"is a {type(storage_data).__name__}")
         inside: set[str] = set()
         for index, info in storage_data.items():
-            get = index.__dict__.get if self._is(index, MetadataIndex) else {}.get
+            get = index.__dict__.get if self._is(index, dcp.MetadataIndex) else {}.get
             place, hint = get("offset"), get("index", 0)
             if (
                 type(get("fqn")) is not str

@@ -1,5 +1,5 @@
-"""The contents of a checkpoint according to its metadata: objects, entries, chunks, and whether it agrees with itself,
-which tells damage where there is no checksum. Pure, and imported without torch."""
+"""The contents of a checkpoint according to its metadata, and whether it agrees with itself, which tells damage where
+there is no checksum. Pure, and imported without torch."""
 
 from __future__ import annotations
 
@@ -88,12 +88,8 @@ def find_chunk(saved: TensorStorageMetadata, index: MetadataIndex) -> ChunkStora
 
 
 def find_contradiction(metadata: Metadata, *, filled: bool = True) -> str | None:
-    """Where metadata contradicts itself; None: nowhere.
-
-    The chunks of each tensor must fill it, each element once; each chunk and each object must lie somewhere, each
-    somewhere else, and raw bytes must be as many as the chunk has. The fields have been checked one by one. Chunks need
-    not fill their tensor if not ``filled``.
-    """
+    """Where metadata, whose fields are possible, contradicts itself (see `find_flaws`), or has items at the same bytes;
+    None: nowhere. Chunks need not fill their tensor if not ``filled``."""
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
     storage = metadata.storage_data
