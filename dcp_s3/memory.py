@@ -9,7 +9,8 @@ import base64
 import contextlib
 import ctypes
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from awscrt import checksums
 
@@ -19,13 +20,8 @@ if TYPE_CHECKING:
 # --- checksums ---------------------------------------------------------------------------------------------
 
 
-class _CRC(Protocol):
-    """The CRC of ``data``, continuing from ``previous``."""
-
-    def __call__(self, data: bytes | memoryview, previous: int = 0, /) -> int: ...
-
-
-crc64nvme: _CRC = checksums.crc64nvme
+crc64nvme: Callable[..., int] = checksums.crc64nvme
+"""The CRC of bytes or a memoryview, continuing from a CRC, if one is given."""
 
 
 def combine_crc64nvme(parts: Iterable[tuple[int, int]]) -> int:
@@ -37,8 +33,7 @@ def combine_crc64nvme(parts: Iterable[tuple[int, int]]) -> int:
 
 
 def crc64nvme_between(before: int, through: int, length: int) -> int:
-    """The CRC-64/NVME of the last ``length`` bytes of a run, from the CRC of the bytes before them and that of the
-    whole run."""
+    """The CRC-64/NVME of the last ``length`` bytes of a run, from those of the bytes before them and of the run."""
     return int(checksums.combine_crc64nvme(before, 0, length)) ^ through
 
 
@@ -55,32 +50,28 @@ def crc_hex(crc: int) -> str:
 # --- what objects are sent from and received into ----------------------------------------------------------
 
 
+@dataclass(eq=False, slots=True)
 class Piece:
-    """A buffer to send, and its checksum once it has been sent.
+    """A buffer to send, and its checksum once it has been sent."""
 
-    Attributes:
-        view: memory of the bytes; dropped after they are sent, so that it can be freed.
-        size: number of bytes.
-        crc: CRC-64/NVME, None until known.
-        cuts: offsets at which the CRC so far is wanted, too; ascending, inside the piece.
-        marks: CRCs at the cuts, once ``crc`` is known.
-        parts: the pieces that it was split into, which are sent in its place; none if it is sent as it is.
-    """
+    view: memoryview | None
+    """Memory of the bytes; dropped after they are sent, so that it can be freed."""
+    size: int
+    """Number of bytes."""
+    crc: int | None = None
+    """CRC-64/NVME, None until known."""
+    cuts: Sequence[int] = ()
+    """Offsets at which the CRC so far is wanted, too; ascending, inside the piece."""
+    marks: Sequence[int] = ()
+    """CRCs at the cuts, once ``crc`` is known."""
+    parts: Sequence[Piece] = ()
+    """The pieces that it was split into, which are sent in its place; none if it is sent as it is."""
 
-    __slots__ = ("crc", "cuts", "marks", "parts", "size", "view")
-
-    def __init__(self, view: memoryview | None, size: int, crc: int | None = None, cuts: Sequence[int] = ()) -> None:
-        self.view = view
-        self.size = size
-        self.crc = crc
-        self.cuts = cuts
-        self.marks: Sequence[int] = ()
-        self.parts: Sequence[Piece] = ()
-
-    @classmethod
-    def of(cls, data: bytes | bytearray | memoryview, crc: int | None = None, cuts: Sequence[int] = ()) -> Piece:
+    @staticmethod
+    def of(data: bytes | bytearray | memoryview, crc: int | None = None, cuts: Sequence[int] = ()) -> Piece:
+        """The bytes of any buffer."""
         view = memoryview(data).cast("B")
-        return cls(view, view.nbytes, crc, cuts)
+        return Piece(view, view.nbytes, crc, cuts)
 
     def split(self, first: int, size: int) -> Sequence[Piece]:
         """Split it after ``first`` bytes, and then each ``size`` bytes. The parts have its memory from now on."""
@@ -100,19 +91,13 @@ class Piece:
         if self.crc is None:
             view = self.view
             assert view is not None  # noqa: S101 - a piece has its view until it is sent
-            crc, start, marks = 0, 0, []
-            for cut in self.cuts:
+            crc, start, crcs = 0, 0, []
+            for cut in (*self.cuts, self.size):
                 crc = crc64nvme(view[start:cut], crc)
-                marks.append(crc)
+                crcs.append(crc)
                 start = cut
-            self.marks = marks
-            self.crc = crc64nvme(view[start:], crc)
+            *self.marks, self.crc = crcs
         return self.crc
-
-
-def sent_pieces(pieces: Iterable[Piece]) -> list[Piece]:
-    """What the pieces were sent as: those that were split, in their parts."""
-    return [part for piece in pieces for part in (piece.parts or (piece,))]
 
 
 def crc_of(pieces: Sequence[Piece]) -> int:
@@ -120,18 +105,9 @@ def crc_of(pieces: Sequence[Piece]) -> int:
     return combine_crc64nvme((piece.checksum(), piece.size) for piece in pieces)
 
 
-def views_of(pieces: Sequence[Piece]) -> list[memoryview]:
-    """The memory of the pieces that still have it."""
-    return [piece.view for piece in pieces if piece.view is not None]
-
-
 class ReadTarget:
-    """Memory to receive a run of bytes into, and the CRC-64/NVME of those that have arrived.
-
-    Attributes:
-        view: the memory.
-        crc: CRC of the bytes so far; None if it was not asked for.
-    """
+    """Memory (``view``) to receive a run of bytes into, and the CRC-64/NVME (``crc``) of those that have arrived; None
+    if it was not asked for."""
 
     __slots__ = ("crc", "view")
 
@@ -191,9 +167,7 @@ def view_bytes(tensor: Tensor) -> memoryview:
 def counted_as_change(tensors: Sequence[Tensor]) -> Iterator[None]:
     """Increment the versions of ``tensors`` on entry and on exit, for a block that writes to their memory.
 
-    Received bytes change memory below autograd and staging, which would not notice. Autograd would compute gradients
-    from changed values, and staging would accept a copy that is half old and half new. Views share the version of their
-    base; tensors of inference mode have none.
+    Autograd and staging would not notice otherwise: wrong gradients, and copies that are half old and half new.
     """
     from torch.autograd.graph import increment_version
 
@@ -205,11 +179,7 @@ def counted_as_change(tensors: Sequence[Tensor]) -> Iterator[None]:
 
 
 def synchronize_accelerator(tensors: Iterable[Tensor | None]) -> None:
-    """Wait for the accelerator if one of ``tensors`` is on it.
-
-    The threads that copy to and from it have streams of their own. What the caller's stream still has to do with a
-    tensor must be done before they begin, and their work must be done before the caller goes on.
-    """
+    """Wait for the accelerator if one of ``tensors`` is on it: the threads that copy have streams of their own."""
     if any(tensor is not None and tensor.device.type not in ("cpu", "meta") for tensor in tensors):
         import torch
 
@@ -224,11 +194,8 @@ def copy_to_host(tensor: Tensor) -> memoryview:
 def iterate_bytes(
     tensor: Tensor, chunk_size: int, copy: Callable[[Tensor], memoryview] = copy_to_host
 ) -> Iterator[memoryview]:
-    """The bytes of any plain tensor in row-major order.
-
-    A tensor for which `is_direct` holds comes as one view, without a copy. Others (on a device, strided, lazily
-    conjugated) are copied with ``copy`` as the caller iterates, about ``chunk_size`` bytes at a time.
-    """
+    """The bytes of any plain tensor in row-major order: one view without a copy if `is_direct` holds; otherwise copies,
+    made with ``copy`` as the caller iterates, of about ``chunk_size`` bytes."""
     if is_direct(tensor):
         yield view_bytes(tensor)
         return

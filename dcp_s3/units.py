@@ -22,8 +22,10 @@ MAX_DURATION = 3650 * 86400.0
 _FRACTION = re.compile(r"\s*([0-9]*\.[0-9]+|[0-9]+(\.[0-9]+)?\s*%)\s*")
 
 
-def _parse(text: str, units: dict[str, float] | dict[str, int], example: str) -> float:
-    match = _NUMBER_UNIT.fullmatch(text)
+def _parse(value: object, units: dict[str, float] | dict[str, int], example: str) -> float:
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return value
+    match = _NUMBER_UNIT.fullmatch(value) if isinstance(value, str) else None
     if match is None or match[2].lower() not in units:
         names = ", ".join(unit for unit in units if unit)
         raise ValueError(f"expected a number and a unit ({names}), for example {example}")
@@ -36,9 +38,7 @@ def parse_size(value: object) -> int:
     Raises:
         ValueError: not a size, negative, or above `MAX_SIZE`.
     """
-    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
-        raise ValueError("expected a size, for example 64MiB")
-    size = _parse(value, _SIZE_UNITS, "64MiB") if isinstance(value, str) else value
+    size = _parse(value, _SIZE_UNITS, "64MiB")
     if size > MAX_SIZE:
         raise ValueError("expected at most 2^63 - 1 bytes")
     if not size >= 0 or size != int(size):
@@ -70,9 +70,7 @@ def parse_duration(value: object) -> float:
     Raises:
         ValueError: not a duration, negative, or above `MAX_DURATION`.
     """
-    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
-        raise ValueError("expected a duration, for example 30s")
-    seconds = _parse(value, _DURATION_UNITS, "30s") if isinstance(value, str) else value
+    seconds = _parse(value, _DURATION_UNITS, "30s")
     if seconds > MAX_DURATION:
         raise ValueError("expected at most ten years (3650d)")
     if not seconds >= 0:
@@ -118,25 +116,18 @@ def plural(count: int, what: str) -> str:
     return f"{count} {what[:-1]}ies" if what.endswith("y") else f"{count} {what}s"
 
 
-_LONGEST, _LONGEST_VALUE = 120, 64
+_LONGEST = 120
 
 
 def one_line(name: str, *values: str, **fields: Any) -> str:
     """``Name(value, field=...)`` in at most 120 characters; fields that are None are not shown. Long values are cut in
     their middle, and what does not fit is left out and counted."""
-    shown = [_cut(value) for value in values]
-    shown += [f"{field}={_cut(repr(value))}" for field, value in fields.items() if value is not None]
+    shown = [*values, *(f"{field}={value!r}" for field, value in fields.items() if value is not None)]
+    shown = [" ".join(each.split()) for each in shown]
+    shown = [each if len(each) <= 64 else f"{each[:30]}...{each[-30:]}" for each in shown]
     for count in range(len(shown), -1, -1):
         left = len(shown) - count
         text = f"{name}({', '.join([*shown[:count], *([f'... {left} more'] if left else [])])})"
         if len(text) <= _LONGEST:
             break
     return text
-
-
-def _cut(text: str) -> str:
-    text = " ".join(text.split())
-    if len(text) <= _LONGEST_VALUE:
-        return text
-    half = (_LONGEST_VALUE - 3) // 2
-    return f"{text[:half]}...{text[-half:]}"

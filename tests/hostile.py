@@ -62,14 +62,15 @@ def was_tripped() -> bool:
 def classes() -> dict[str, Any]:
     """The attributes of all that a pickle may name, and of what stands for it, to be compared."""
     found: dict[str, Any] = {}
-    for table in (allow_list.METADATA, allow_list.PLAIN, safe_items.ITEMS, UNUSUAL_TENSORS):
-        for (module, qualified), stand_in in table.items():
+    for table in (allow_list.METADATA, safe_items.ITEMS, UNUSUAL_TENSORS):
+        for known, stand_in in table.items():
+            module, _, qualified = known.rpartition(".")
             with contextlib.suppress(ImportError, AttributeError):
                 value = getattr(importlib.import_module(module), qualified)
-                found[f"{module}.{qualified}"] = _attributes(value)
+                found[known] = _attributes(value)
                 if isinstance(value, type) and issubclass(value, enum.Enum):
-                    found |= {f"{module}.{qualified}.{each.name}": _attributes(each) for each in value}
-            found[f"for {module}.{qualified}"] = _attributes(stand_in)
+                    found |= {f"{known}.{each.name}": _attributes(each) for each in value}
+            found[f"for {known}"] = _attributes(stand_in)
     others: list[Any] = [
         *allow_list.MIRRORS, *allow_list.MIRRORS.values(), Mirror, Opaque, Allowed,
         list, dict, set, collections.OrderedDict, torch.dtype, torch.float32,
@@ -389,6 +390,9 @@ HOSTILE: dict[str, bytes] = {
     "a huge timedelta": call("datetime", "timedelta", number(10**20), b"K\x00", b"K\x00"),
     "a zone of two days": call("datetime", "timezone", call("datetime", "timedelta", b"K\x02", b"K\x00", b"K\x00")),
     "a stream of a file": call("_io", "FileIO", text("/etc/passwd")),
+    "a name inside of a module's attribute": call("torch", "serialization._get_layout", text("torch.strided")),
+    "a factory of its own": call("collections", "defaultdict", name("tests.hostile", "trip")),
+    "a deque of what it calls": call("collections", "deque") + call("tests.hostile", "trip") + b"a",
     "attributes of a class": name("collections", "deque") + plain({"append": 1}) + b"b",
     "attributes of an array's class": name("numpy", "ndarray") + plain((None, {"x": 1})) + b"b",
     "attributes of a date": call("datetime", "timedelta", b"K\x01", b"K\x02", b"K\x03") + plain({"x": 1}) + b"b",

@@ -8,30 +8,20 @@ from pathlib import Path
 
 import pytest
 
-from dcp_s3.demo import Demo, DemoError
-
-
-def _demo() -> tuple[int, str]:
-    """Exit status and output. Ended with SIGTERM, not SIGKILL: the demo then takes its workers along."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "dcp_s3.cli.main", "demo"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    try:
-        output, _ = process.communicate(timeout=280)
-    finally:
-        process.terminate()
-        process.wait()
-    return process.returncode, output
+from dcp_s3.demo import DemoError, training
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(300)
 def test_the_demo_interrupts_a_save_and_restores_every_bit_on_another_number_of_ranks() -> None:
-    status, output = _demo()
-    assert status == 0, output
+    command = [sys.executable, "-m", "dcp_s3.cli.main", "demo"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
+        output, _ = process.communicate(timeout=280)
+    finally:
+        process.terminate()  # not SIGKILL: the demo then takes its workers along
+        process.wait()
+    assert process.returncode == 0, output
     passed = [line.strip() for line in output.splitlines() if line.strip().startswith("PASS")]
     assert len(passed) == 5, output
     assert "FAIL" not in output
@@ -41,10 +31,9 @@ def test_the_demo_interrupts_a_save_and_restores_every_bit_on_another_number_of_
 
 
 def test_a_rank_that_fails_is_reported_with_its_error_and_leaving_kills_the_others(tmp_path: Path) -> None:
-    demo = Demo(tmp_path)
     with (
         pytest.raises(DemoError, match=r"failed on rank [01]:\nprocess . terminated with exit code 2"),
-        demo.train(2, steps=1, save_every="often") as ranks,  # type: ignore[arg-type]
+        training(tmp_path, 2, steps=1, save_every="often") as ranks,  # type: ignore[arg-type]
     ):
         ranks.join()
     assert [process.is_alive() for process in ranks.processes] == [False, False]

@@ -29,11 +29,7 @@ from dcp_s3.url import CheckpointURL, is_s3_url, parse_url
         ("S3://bucket/x", "bucket", "x"),
         ("s3://bucket", "bucket", ""),
         ("s3://my.bucket/läuf 1/50%+x", "my.bucket", "läuf 1/50%+x"),
-        (
-            "s3://arn:aws:s3:us-east-1:123456789012:accesspoint/ap/run",
-            "arn:aws:s3:us-east-1:123456789012:accesspoint/ap",
-            "run",
-        ),
+        ("s3://arn:aws:s3:us-east-1:1:accesspoint/ap/run", "arn:aws:s3:us-east-1:1:accesspoint/ap", "run"),
     ],
 )
 def test_parse(text: str, bucket: str, prefix: str) -> None:
@@ -64,15 +60,10 @@ def test_a_path_of_pathlib_is_the_url_that_it_was_made_of() -> None:
             parse_url(path)  # type: ignore[arg-type]
 
 
-@given(
-    st.lists(
-        st.text(st.characters(exclude_categories=("Cs",), exclude_characters="/\0"), min_size=1, max_size=12).filter(
-            lambda s: s not in (".", "..")
-        ),
-        min_size=1,
-        max_size=6,
-    )
-)
+_SEGMENT = st.text(st.characters(exclude_categories=("Cs",), exclude_characters="/\0"), min_size=1, max_size=12)
+
+
+@given(st.lists(_SEGMENT.filter(lambda segment: segment not in (".", "..")), min_size=1, max_size=6))
 def test_any_key_survives_a_round_trip(segments: list[str]) -> None:
     url = CheckpointURL("bucket", "/".join(segments))
     assert parse_url(str(url)) == url

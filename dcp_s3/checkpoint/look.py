@@ -88,7 +88,7 @@ def inspect(store: Store, url: CheckpointURL, *, whole: bool = False) -> Inspect
     info = summarize(url, directory, manifests)
     if directory.metrics is not None and info.committed:
         added, identity = read_added(store, url)[1], info.save_id or info.etag
-        if identity and added.of == identity:
+        if identity and added.save_id == identity:
             info = replace(info, metrics={**info.metrics, **added.metrics})
     if info.pinned:
         info = replace(info, pin_reason=_read_pin_reason(store, url))

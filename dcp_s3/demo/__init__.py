@@ -44,155 +44,141 @@ def run_demo() -> bool:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="dcp-s3-demo-")))
         try:
             stack.enter_context(embedded_server("demo"))
-            return Demo(folder).run()
+            killed = _kill(folder)
+            checks, newest = _look_at(killed)
+            checks += [*_restart(folder, newest, killed), _retain(killed)]
         except ModuleNotFoundError as error:
             _print(f"{error}. Remedy: pip install 'moto[server]>=5.1'")
         except (DemoError, DcpS3Error) as error:
             _print(f"The demo has failed: {error}")
+        else:
+            _print("\nWhat you saw")
+            for holds, text in checks:
+                _print(f"   {'PASS' if holds else 'FAIL'} {text}")
+            return all(holds for holds, _ in checks)
     return False
+
+
+def _kill(folder: Path) -> dcp_s3.CheckpointInfo:
+    """Train, and kill all ranks in the middle of a save. Returns what is left of that save."""
+    _act(
+        f"1  Training on {BEFORE} ranks",
+        "A transformer sharded with FSDP2 learns Python's standard library and saves to "
+        f"{ROOT} every {SAVE_EVERY} steps. The steps go on while the checkpoint is on its way.",
+    )
+    for _ in range(MAX_KILLS):
+        with training(folder, BEFORE, steps=100 * SAVE_EVERY, save_every=SAVE_EVERY) as ranks:
+            while not (_interrupted() and len(_complete()) >= COMPLETE_BEFORE_KILL):
+                ranks.join(0.02)  # raises if one has failed
+        time.sleep(SETTLE)
+        if left := _interrupted():
+            return left[-1]
+        _print("   That save was complete before the kill came. The next one, then.")
+    raise DemoError(f"{MAX_KILLS} saves in a row were complete before they could be interrupted")
+
+
+def _look_at(killed: dcp_s3.CheckpointInfo) -> tuple[list[tuple[bool, str]], dcp_s3.CheckpointInfo]:
+    """Look at what the kill left. Returns what held, and the checkpoint to restart from."""
+    left = f"{plural(killed.objects or 0, 'data object')} ({format_size(killed.size or 0)})"
+    _act(
+        "2  SIGKILL in the middle of a save",
+        f"Every rank is dead, at once: no handler ran, nothing was cleaned up. S3 has {left} of {killed.name}, and "
+        "no .metadata, which is written last and makes a checkpoint.",
+    )
+    newest = dcp_s3.latest(ROOT)
+    if newest is None:
+        raise DemoError(f"dcp_s3.latest found no complete checkpoint at {ROOT}")
+    refused = False
+    try:
+        dcp_s3.S3StorageReader(killed.url).read_metadata()
+    except CheckpointNotFoundError:
+        refused = newest.name == _complete()[-1] != killed.name
+    return [
+        (not killed.committed, f"the kill interrupted a save: {killed.name} has {left}"),
+        (refused, f"it is invisible: latest() is {newest.name}, loading {killed.name} is refused"),
+    ], newest
+
+
+def _restart(folder: Path, newest: dcp_s3.CheckpointInfo, killed: dcp_s3.CheckpointInfo) -> Iterator[tuple[bool, str]]:
+    """Go on with other ranks, up to the step before the interrupted one, whose leftovers stay visible; and compare the
+    state that they restored with the saved one."""
+    _act(
+        f"3  Restart on {AFTER} ranks",
+        "Another number of ranks than those that saved: every rank reads from S3 the byte ranges that it "
+        f"now needs. Then the training goes on from {newest.name} and saves again. The losses are those that "
+        "you have seen at these steps before the kill, up to rounding.",
+    )
+    with training(folder, AFTER, steps=(killed.step or 0) - 1, save_every=SAVE_EVERY // 2) as ranks:
+        while not ranks.join():
+            pass
+    new = [name for name in _complete() if name > newest.name]
+    went_on = bool(new) and killed.name not in new
+    yield went_on, f"training went on: {', '.join(new) or 'nothing'} saved by {AFTER} ranks"
+    _act(
+        "4  The same bits?",
+        "SHA-256 over the whole state, gathered from the ranks (weights, AdamW's moments, step): before the "
+        "save, and again after the restore.",
+    )
+    lines = map(json.loads, (folder / "digests.jsonl").read_text().splitlines())
+    digests = {(each["event"], each["step"], each["ranks"]): each["sha256"] for each in lines}
+    saved, restored = (digests.get((e, newest.step, n)) for e, n in (("saved", BEFORE), ("restored", AFTER)))
+    _print(f"   saved on {BEFORE} ranks     {saved}\n   restored on {AFTER} ranks  {restored}")
+    same = saved is not None and saved == restored
+    yield (
+        same,
+        f"the state restored on {AFTER} ranks is {'' if same else 'NOT '}bit-identical to "
+        f"the one saved on {BEFORE} (step {newest.step})",
+    )
+
+
+def _retain(killed: dcp_s3.CheckpointInfo) -> tuple[bool, str]:
+    """Delete what no policy keeps, and what the kill left."""
+    _act(
+        "5  Retention",
+        "The first checkpoint is pinned. The policy latest:1 keeps one more. "
+        f"The leftovers of {killed.name} would be safe for 24 hours, as a save that may still go on. Here the "
+        "grace period is 0, because nothing is being saved any more.",
+    )
+    first, *_, last = _complete()
+    dcp_s3.pin(f"{ROOT}/{first}", "shown in the demo")
+    report = dcp_s3.prune(ROOT, "latest:1", grace=0, force=True)
+    for each in report.plan.decisions:
+        _print(f"   {each.action:6}  {each.checkpoint.name}  {'; '.join(each.reasons)}")
+    left = dcp_s3.prune(ROOT, "latest:1", grace=0, force=True, dry_run=True).plan
+    return (
+        report.ok and left.empty and _complete() == [first, last] and dcp_s3.verify(f"{ROOT}/{last}").ok,
+        f"retention left {first} and {last}, whole; the others and the leftovers of "
+        f"{killed.name} are gone ({format_size(report.size)})",
+    )
 
 
 def _print(text: str) -> None:
     print(text, flush=True)
 
 
-class Demo:
-    """The acts, and what they print and show."""
+def _act(title: str, why: str) -> None:
+    _print(f"\n{title}\n{textwrap.indent(textwrap.fill(why, 100), '   ')}")
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.checks: list[tuple[bool, str]] = []
-        self.acts = 0
 
-    def run(self) -> bool:
-        """All acts in their order, then what held."""
-        killed = self.train_and_kill()
-        newest = self.look_at(killed)
-        self.restart(newest, killed)
-        self.retain(killed)
-        _print("\nWhat you saw")
-        for holds, text in self.checks:
-            _print(f"   {'PASS' if holds else 'FAIL'} {text}")
-        return all(holds for holds, _ in self.checks)
+def _complete() -> list[str]:
+    return [each.name for each in dcp_s3.list_checkpoints(ROOT) if each.committed]
 
-    def train_and_kill(self) -> dcp_s3.CheckpointInfo:
-        """Train, and kill all ranks in the middle of a save. Returns what is left of that save."""
-        self.act(
-            f"Training on {BEFORE} ranks",
-            "A transformer sharded with FSDP2 learns Python's standard library and saves to "
-            f"{ROOT} every {SAVE_EVERY} steps. The steps go on while the checkpoint is on its way.",
-        )
-        for _ in range(MAX_KILLS):
-            with self.train(BEFORE, steps=100 * SAVE_EVERY, save_every=SAVE_EVERY) as ranks:
-                while not (self.interrupted() and len(self.complete()) >= COMPLETE_BEFORE_KILL):
-                    ranks.join(0.02)  # raises if one has failed
-            time.sleep(SETTLE)
-            if left := self.interrupted():
-                return left[-1]
-            _print("   That save was complete before the kill came. The next one, then.")
-        raise DemoError(f"{MAX_KILLS} saves in a row were complete before they could be interrupted")
 
-    def look_at(self, killed: dcp_s3.CheckpointInfo) -> dcp_s3.CheckpointInfo:
-        """Look at what the kill left. Returns the checkpoint to restart from."""
-        left = f"{plural(killed.objects or 0, 'data object')} ({format_size(killed.size or 0)})"
-        self.act(
-            "SIGKILL in the middle of a save",
-            f"Every rank is dead, at once: no handler ran, nothing was cleaned up. S3 has {left} of {killed.name}, and "
-            "no .metadata, which is written last and makes a checkpoint.",
-        )
-        self.check(not killed.committed, f"the kill interrupted a save: {killed.name} has {left}")
-        newest = dcp_s3.latest(ROOT)
-        if newest is None:
-            raise DemoError(f"dcp_s3.latest found no complete checkpoint at {ROOT}")
-        refused = False
-        try:
-            dcp_s3.S3StorageReader(killed.url).read_metadata()
-        except CheckpointNotFoundError:
-            refused = True
-        self.check(
-            refused and newest.name == self.complete()[-1] != killed.name,
-            f"it is invisible: latest() is {newest.name}, loading {killed.name} is refused",
-        )
-        return newest
+def _interrupted() -> list[dcp_s3.CheckpointInfo]:
+    return [each for each in dcp_s3.list_checkpoints(ROOT) if not each.committed and each.objects]
 
-    def restart(self, newest: dcp_s3.CheckpointInfo, killed: dcp_s3.CheckpointInfo) -> None:
-        """Go on with other ranks, up to the step before the interrupted one, whose leftovers stay visible; and compare
-        the state that they restored with the saved one."""
-        self.act(
-            f"Restart on {AFTER} ranks",
-            "Another number of ranks than those that saved: every rank reads from S3 the byte ranges that it "
-            f"now needs. Then the training goes on from {newest.name} and saves again. The losses are those that "
-            "you have seen at these steps before the kill, up to rounding.",
-        )
-        with self.train(AFTER, steps=(killed.step or 0) - 1, save_every=SAVE_EVERY // 2) as ranks:
-            while not ranks.join():
-                pass
-        new = [name for name in self.complete() if name > newest.name]
-        self.check(
-            bool(new) and killed.name not in new,
-            f"training went on: {', '.join(new) or 'nothing'} saved by {AFTER} ranks",
-        )
-        self.act(
-            "The same bits?",
-            "SHA-256 over the whole state, gathered from the ranks (weights, AdamW's moments, step): before the "
-            "save, and again after the restore.",
-        )
-        lines = map(json.loads, (self.folder / "digests.jsonl").read_text().splitlines())
-        digests = {(each["event"], each["step"], each["ranks"]): each["sha256"] for each in lines}
-        saved = digests.get(("saved", newest.step, BEFORE))
-        restored = digests.get(("restored", newest.step, AFTER))
-        _print(f"   saved on {BEFORE} ranks     {saved}\n   restored on {AFTER} ranks  {restored}")
-        same = saved is not None and saved == restored
-        self.check(
-            same,
-            f"the state restored on {AFTER} ranks is {'' if same else 'NOT '}bit-identical to "
-            f"the one saved on {BEFORE} (step {newest.step})",
-        )
 
-    def retain(self, killed: dcp_s3.CheckpointInfo) -> None:
-        """Delete what no policy keeps, and what the kill left."""
-        self.act(
-            "Retention",
-            "The first checkpoint is pinned. The policy latest:1 keeps one more. "
-            f"The leftovers of {killed.name} would be safe for 24 hours, as a save that may still go on. Here the "
-            "grace period is 0, because nothing is being saved any more.",
-        )
-        first, *_, last = self.complete()
-        dcp_s3.pin(f"{ROOT}/{first}", "shown in the demo")
-        report = dcp_s3.prune(ROOT, "latest:1", grace=0, force=True)
-        for each in report.plan.decisions:
-            _print(f"   {each.action:6}  {each.checkpoint.name}  {'; '.join(each.reasons)}")
-        left = dcp_s3.prune(ROOT, "latest:1", grace=0, force=True, dry_run=True).plan
-        self.check(
-            report.ok and left.empty and self.complete() == [first, last] and dcp_s3.verify(f"{ROOT}/{last}").ok,
-            f"retention left {first} and {last}, whole; the others and the leftovers of "
-            f"{killed.name} are gone ({format_size(report.size)})",
-        )
-
-    def act(self, title: str, why: str) -> None:
-        self.acts += 1
-        _print(f"\n{self.acts}  {title}\n{textwrap.indent(textwrap.fill(why, 100), '   ')}")
-
-    def check(self, holds: bool, text: str) -> None:
-        self.checks.append((holds, text))
-
-    def complete(self) -> list[str]:
-        return [each.name for each in dcp_s3.list_checkpoints(ROOT) if each.committed]
-
-    def interrupted(self) -> list[dcp_s3.CheckpointInfo]:
-        return [each for each in dcp_s3.list_checkpoints(ROOT) if not each.committed and each.objects]
-
-    @contextlib.contextmanager
-    def train(self, ranks: int, *, steps: int, save_every: int) -> Iterator[Any]:
-        """The training script on so many ranks, which print their steps. Leaving the context kills all of them at the
-        same instant, with nobody left to clean up."""
-        options = ["--url", ROOT, "--steps", str(steps), "--save-every", str(save_every)]
-        options += ["--digest-file", str(self.folder / "digests.jsonl")]
-        try:
-            with environment(OMP_NUM_THREADS="1"), ranks_here(ranks, train.main, options) as running:
-                yield running
-        except ProcessException as error:
-            raise DemoError(f"the training failed on rank {error.error_index}:\n{error}") from None
+@contextlib.contextmanager
+def training(folder: Path, ranks: int, *, steps: int, save_every: int) -> Iterator[Any]:
+    """The training script on so many ranks, which print their steps. Leaving the context kills all of them at the same
+    instant, with nobody left to clean up."""
+    options = ["--url", ROOT, "--steps", str(steps), "--save-every", str(save_every)]
+    options += ["--digest-file", str(folder / "digests.jsonl")]
+    try:
+        with environment(OMP_NUM_THREADS="1"), ranks_here(ranks, train.main, options) as running:
+            yield running
+    except ProcessException as error:
+        raise DemoError(f"the training failed on rank {error.error_index}:\n{error}") from None
 
 
 @contextlib.contextmanager

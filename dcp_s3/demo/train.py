@@ -94,9 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 manager.wait()  # for the save before this one; if that failed, on any rank, this raises
                 record("saved", state, options.digest_file)
                 started = time.perf_counter()
-                # Returns as soon as the state has been copied; the upload goes on in the background. Leftovers of
-                # a killed save of this step are not a checkpoint, and do no harm.
-                manager.save(state.step, {"train": state})
+                manager.save(state.step, {"train": state})  # the upload goes on in the background
                 stall = time.perf_counter() - started
                 say(f"step {state.step:3}  copied in {stall:.2f} s, on its way to S3 in the background")
     dist.destroy_process_group()
@@ -104,13 +102,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def record(event: str, state: TrainState, path: Path | None) -> None:
     """Append the digest of the whole state to a file, if ``path`` is given. Slow; the demo compares the digests."""
-    if path is None:
-        return
-    line = {"event": event, "step": state.step, "ranks": dist.get_world_size()}
-    line["sha256"] = state_digest(state.state_dict())
-    if dist.get_rank() == 0:
-        with path.open("a") as file:
-            file.write(json.dumps(line) + "\n")
+    if path is not None:
+        line = {"event": event, "step": state.step, "ranks": dist.get_world_size()}
+        line["sha256"] = state_digest(state.state_dict())
+        if dist.get_rank() == 0:
+            with path.open("a") as file:
+                file.write(json.dumps(line) + "\n")
 
 
 def mean(value: Tensor) -> float:
@@ -131,7 +128,7 @@ def say(message: str) -> None:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The sizes of the model. The defaults give 5.1 million parameters: with AdamW's moments, 58 MiB of state."""
+    """Sizes of the model. The defaults give 5.1 million parameters: with AdamW's moments, 58 MiB of state."""
 
     width: int = 384
     layers: int = 3
@@ -166,11 +163,7 @@ class Transformer(nn.Module):
 
 
 def standard_library_text() -> Tensor:
-    """Text that every Python has: the top-level modules of its standard library (uint8, some megabytes).
-
-    Raises:
-        FileNotFoundError: this Python comes without sources.
-    """
+    """Text that every Python has: the top-level modules of its standard library (uint8, some megabytes)."""
     folder = Path(sysconfig.get_path("stdlib"))
     sources = b"\n".join(path.read_bytes() for path in sorted(folder.glob("*.py")))
     if not sources:
@@ -181,11 +174,8 @@ def standard_library_text() -> Tensor:
 def batch(
     text: Tensor, *, step: int, sequences: int, length: int, rank: int = 0, ranks: int = 1
 ) -> tuple[Tensor, Tensor]:
-    """This rank's share of the batch of ``step``: inputs, and the bytes that follow them.
-
-    The whole batch depends only on the step. So a run that continues on another number of ranks sees the same text in
-    the same order. Returns two (sequences of this rank, length) int64 tensors.
-    """
+    """This rank's share of the batch of ``step``: inputs, and the bytes that follow them; two (sequences of this rank,
+    length) int64 tensors. The whole batch depends only on the step, however many ranks there are."""
     generator = torch.Generator().manual_seed(step)
     starts = torch.randint(len(text) - length, (sequences,), generator=generator)[rank::ranks]
     windows = text[starts[:, None] + torch.arange(length + 1)].long()
@@ -193,11 +183,8 @@ def batch(
 
 
 def state_digest(state: Mapping[str, Any]) -> str:
-    """SHA-256 (hex) over the names, dtypes, shapes and bits of everything in a state dict, however it is sharded.
-
-    A sharded tensor is hashed as the whole tensor, which is gathered for that. So every rank must call this, and all
-    get the same answer.
-    """
+    """SHA-256 (hex) over the names, dtypes, shapes and bits of everything in a state dict. Sharded tensors are gathered
+    for that: every rank must call this, and all get the same answer."""
     digest = hashlib.sha256()
     for name, value in sorted(_leaves(state)):
         digest.update(f"{name}\0".encode())

@@ -5,8 +5,8 @@ so change it for the whole process. So each global has a stand-in without attrib
 the kind `Sealed`, or a class or constant of C. Only their code runs. Instances of torch's classes are `Mirror`s, with
 whatever attributes a pickle gives them, compared by identity. They become what they stand for once all is checked.
 
-`PLAIN` are plain values, which metadata and items may hold; `METADATA` are DCP's classes. Tensors are in `archive`, and
-what else items may hold is in `safe_items`.
+`PLAIN` are plain values, which metadata and items may hold; `METADATA` has DCP's classes, too. Tensors are in
+`archive`, and what else items may hold is in `safe_items`.
 
 A hostile pickle may still take much time and memory. A very deeply nested tuple as a key even ends the process, but
 whoever can write that can also delete the checkpoint.
@@ -21,16 +21,14 @@ import pathlib
 import pickle
 import pickletools
 from collections import OrderedDict
-from collections.abc import Callable
-from typing import Any, TypeAlias, cast
+from collections.abc import Callable, Mapping
+from typing import Any, cast
 
 import torch
 from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.metadata import TensorProperties
 
 from dcp_s3.torch_private import StorageInfo
-
-Names: TypeAlias = tuple[str, str]
 
 
 class MalformedPickleError(Exception):
@@ -40,9 +38,8 @@ class MalformedPickleError(Exception):
 class UnsafeGlobalError(Exception):
     """A pickle names a global that is not allowed, or that this torch does not have. ``args[0]`` is its name."""
 
-    def __init__(self, module: str, name: str) -> None:
-        full_name = f"{module}.{name}" if module else name
-        super().__init__(full_name if len(full_name) <= 200 else full_name[:200] + "...")
+    def __init__(self, name: str) -> None:
+        super().__init__(name if len(name) <= 200 else name[:200] + "...")
 
 
 def expect(condition: bool, what: str) -> None:
@@ -54,7 +51,25 @@ def expect(condition: bool, what: str) -> None:
 # --- stand-ins ------------------------------------------------------------------------------------
 
 
-class Allowed:
+class Sealed(type):
+    """Metaclass of classes that a pickle may make instances of, but not change."""
+
+    def __setattr__(cls, name: str, value: Any) -> None:
+        raise MalformedPickleError(f"an attribute of {cls.__name__} itself is set")
+
+
+class Value(metaclass=Sealed):
+    """Stands for a value without state. It cannot be a key."""
+
+    __slots__ = ()
+    __hash__ = None  # type: ignore[assignment]
+
+    def __setstate__(self, state: Any) -> None:
+        # Called by Python's unpickler to set attributes.
+        raise MalformedPickleError(f"the state of {getattr(self, 'name', type(self).__name__)} is set")
+
+
+class Allowed(Value):
     """Stands for a function, or for a class that is called; without ``call``, for one that is only named.
 
     Args:
@@ -67,30 +82,14 @@ class Allowed:
         self.name, self._call, self._signatures = name, call, frozenset(signatures)
 
     def __call__(self, *arguments: Any) -> Any:
-        expect(not self._signatures or tuple(map(type, arguments)) in self._signatures, self.name)
         if self._call is None:
             raise MalformedPickleError(f"{self.name} is called")
+        expect(not self._signatures or tuple(map(type, arguments)) in self._signatures, self.name)
         return self._call(*arguments)
-
-    def __setstate__(self, state: Any) -> None:
-        # Called by Python's unpickler to set attributes.
-        raise MalformedPickleError(f"the state of {self.name} is set")
-
-
-class Sealed(type):
-    """Metaclass of classes that a pickle may make instances of, but not change."""
-
-    def __setattr__(cls, name: str, value: Any) -> None:
-        raise MalformedPickleError(f"an attribute of {cls.__name__} itself is set")
 
 
 class Mirror(metaclass=Sealed):
     """Stands for an instance of a class, as a pickle describes it."""
-
-    @staticmethod
-    def of(cls: type, **methods: Any) -> Any:
-        """A class whose instances stand for those of ``cls``."""
-        return Sealed(cls.__name__, (Mirror,), methods)
 
     def __setattr__(self, name: str, value: Any) -> None:
         # Called by Python's unpickler for slots. It puts other attributes into ``__dict__``.
@@ -109,36 +108,29 @@ class Opaque(metaclass=Sealed):
         pass
 
 
-class Value(metaclass=Sealed):
-    """Stands for a value without state. It cannot be a key, unless a subclass says so."""
-
-    __slots__ = ()
-    __hash__ = None  # type: ignore[assignment]
-
-    def __setstate__(self, state: Any) -> None:
-        raise MalformedPickleError(f"the state of a {type(self).__name__} is set")
-
-
-def table(*rules: tuple[Any, ...], module: str = "") -> dict[Names, Allowed]:
-    """Stand-ins by module and name, from names, calls and signatures (see `Allowed`)."""
-    found = {}
-    for name, *rule in rules:
-        of, _, last = f"{module}.{name}".lstrip(".").rpartition(".")
-        found[of, last] = Allowed(f"{of}.{last}", *rule)
-    return found
+def table(*rules: tuple[Any, ...], prefix: str = "") -> dict[str, Any]:
+    """Stand-ins by name, from names, calls and signatures (see `Allowed`)."""
+    return {prefix + name: Allowed(prefix + name, *rule) for name, *rule in rules}
 
 
 # --- the unpickler --------------------------------------------------------------------------------
 
 
 class _Unpickler(pickle.Unpickler):
-    """Finds globals and what lies outside of the pickle with functions that are given."""
-
-    find_global: Callable[[str, str], Any]
+    table: Mapping[str, Any]
+    find_other: Callable[[str, str], Any] | None
     find_outside: Callable[[Any], Any] | None
 
     def find_class(self, module: str, name: str) -> Any:
-        return self.find_global(module, name)
+        if module == "__builtin__":  # protocol 2 has Python 2's names
+            module, name = "builtins", _PYTHON_2.get(name, name)
+        # No name has a dot: it would be one of another module.
+        found = self.table.get(f"{module}.{name}") if "." not in name else None
+        if found is None and self.find_other is not None:
+            found = self.find_other(module, name)
+        if found is None:
+            raise UnsafeGlobalError(f"{module}.{name}")
+        return found
 
     def persistent_load(self, found: Any) -> Any:
         if self.find_outside is None:
@@ -146,24 +138,30 @@ class _Unpickler(pickle.Unpickler):
         return self.find_outside(found)
 
 
+_PYTHON_2 = {"unicode": "str", "xrange": "range", "long": "int"}
+
+
 def unpickle(
     stream: io.BytesIO,
-    find_global: Callable[[str, str], Any],
-    find_outside: Callable[[Any], Any] | None = None,
+    table: Mapping[str, Any],
     *,
+    find_other: Callable[[str, str], Any] | None = None,
+    find_outside: Callable[[Any], Any] | None = None,
     protocol: int | None = None,
     proven: bool = False,
 ) -> Any:
     """The value of the pickle at the stream's position, which is after the pickle afterwards.
 
     Args:
+        table: stand-ins for globals, by name.
+        find_other: the stand-in for a global by its module and name that is not in the table; None for none.
         find_outside: what makes values of persistent ids.
         protocol: the only one that it may have; None: any.
         proven: whether a checksum says that it is not damaged.
 
     Raises:
         MalformedPickleError: it cannot be read.
-        UnsafeGlobalError: raised by ``find_global``, or by what it returned.
+        UnsafeGlobalError: it names another global.
     """
     # Without `peek`, Python reads a pickle without frames opcode by opcode, at a microsecond each.
     reader = io.BufferedReader(stream)
@@ -172,7 +170,7 @@ def unpickle(
         if not proven or protocol is not None or vars(copyreg)["_inverted_registry"]:
             _check_opcodes(stream.getvalue(), stream.tell(), protocol)
         unpickler = _Unpickler(reader, encoding="utf-8")  # for texts of protocol 1, as torch.load does
-        unpickler.find_global, unpickler.find_outside = find_global, find_outside
+        unpickler.table, unpickler.find_other, unpickler.find_outside = table, find_other, find_outside
         value = unpickler.load()
         end = reader.tell()
     except (MalformedPickleError, UnsafeGlobalError):
@@ -194,25 +192,21 @@ _WIDTHS = {
     pickletools.TAKEN_FROM_ARGUMENT8U: 8,
 }  # fmt: skip
 _PUT, _LONG_BINPUT, _STOP, _PROTO = b"pr.\x80"
-_EXTENSIONS, _TWO_LINES = b"\x82\x83\x84", b"ci"
+_EXTENSIONS = b"\x82\x83\x84"
 _LOOKED_AT = bytes((_PUT, _LONG_BINPUT, _PROTO)) + _EXTENSIONS
 
 
 def _check_opcodes(data: bytes, position: int, protocol: int | None) -> None:
     """Refuse extension opcodes, another protocol, and a damaged pickle that numbers what it remembers beyond its size:
-    Python would make room for all of them.
-
-    Reads it without running it: about 60 ns for each opcode.
-    """
+    Python would make room for all of them. Reads it without running it: about 60 ns for each opcode."""
     end = len(data)
     while position < end and (opcode := data[position]) != _STOP:
         position += 1
-        length = _ARGUMENTS[opcode]
-        start = position
+        start, length = position, _ARGUMENTS[opcode]
         if length >= 0:
             position += length
         elif length == pickletools.UP_TO_NEWLINE:
-            for _ in range(2 if opcode in _TWO_LINES else 1):
+            for _ in range(2 if opcode in b"ci" else 1):
                 position = data.find(b"\n", position) + 1 or end
         else:
             position += _WIDTHS[length]
@@ -241,7 +235,6 @@ LEAVES = frozenset((
 _MAX_PATH = 4096  # S3's keys have at most 1024 bytes, local paths 4096
 # What a defaultdict may call. Some picklers also call them without arguments.
 _FACTORIES = {f"builtins.{cls.__name__}": cls for cls in (bool, dict, float, int, list, set, str, tuple)}
-_LAYOUTS = {str(value): value for value in vars(torch).values() if isinstance(value, torch.layout)}
 
 
 def _make_default_dict(factory: Allowed | None = None) -> dict[Any, Any]:
@@ -250,10 +243,10 @@ def _make_default_dict(factory: Allowed | None = None) -> dict[Any, Any]:
     return {}
 
 
-def _make_layout(name: str) -> torch.layout:
-    if name not in _LAYOUTS:
-        raise UnsafeGlobalError("", name)
-    return _LAYOUTS[name]
+def _known(values: Mapping[Any, Any], value: Any) -> Any:
+    if value not in values:  # of a later torch
+        raise UnsafeGlobalError(str(value))
+    return values[value]
 
 
 def _encode(characters: str, encoding: str) -> bytes:
@@ -262,51 +255,39 @@ def _encode(characters: str, encoding: str) -> bytes:
     return characters.encode("latin-1")
 
 
-def _make_bytearray(data: Any = b"", *encoding: str) -> bytearray:
-    return bytearray(_encode(data, *encoding) if encoding else data)
-
-
 def _make_path(kind: type[pathlib.PurePath], *parts: Any) -> str:
     # A path has attributes to set.
     expect(all(type(part) is str for part in parts) and sum(len(part) + 1 for part in parts) <= _MAX_PATH, "a path")
     return str(kind(*parts))
 
 
-_POSIX = functools.partial(_make_path, pathlib.PurePosixPath)
-_WINDOWS = functools.partial(_make_path, pathlib.PureWindowsPath)
-PLAIN: dict[Names, Any] = {
-    ("torch", "Size"): torch.Size,  # checks its arguments, and has no attributes to set
+_LAYOUTS = {str(value): value for value in vars(torch).values() if isinstance(value, torch.layout)}
+_PATHS = {
+    "PosixPath": pathlib.PurePosixPath, "PurePosixPath": pathlib.PurePosixPath,
+    "WindowsPath": pathlib.PureWindowsPath, "PureWindowsPath": pathlib.PureWindowsPath,
+}  # fmt: skip
+PLAIN: dict[str, Any] = {
+    "torch.Size": torch.Size,  # checks its arguments, and has no attributes to set
+    **{f"torch.{name}": value for name, value in vars(torch).items() if isinstance(value, torch.dtype)},
     **table(
         ("torch.device", torch.device, (str,), (str, int)),
-        ("torch.serialization._get_layout", _make_layout, (str,)),
+        ("torch.serialization._get_layout", functools.partial(_known, _LAYOUTS), (str,)),
         ("collections.OrderedDict", OrderedDict, ()),
         ("collections.defaultdict", _make_default_dict, (), (type(None),), (Allowed,)),
         ("_codecs.encode", _encode, (str, str)),
         ("builtins.bytes", bytes, ()),
-        ("builtins.bytearray", _make_bytearray, (), (bytes,), (str, str)),
+        ("builtins.bytearray", lambda *data: bytearray(_encode(*data) if len(data) > 1 else b"".join(data)),
+         (), (bytes,), (str, str)),
         ("builtins.complex", complex, (float, float)),
         ("builtins.frozenset", frozenset, (), (list,)),
         *((name, cls, ()) for name, cls in _FACTORIES.items()),
         ("builtins.set", set, (), (list,)),
         # StorageMeta.checkpoint_id of torch's FileSystemWriter is one.
-        *((f"{module}.{name}", make) for module in ("pathlib", "pathlib._local")
-          for name, make in (("PosixPath", _POSIX), ("PurePosixPath", _POSIX),
-                             ("WindowsPath", _WINDOWS), ("PureWindowsPath", _WINDOWS))),
+        *((f"{module}.{name}", functools.partial(_make_path, kind))
+          for module in ("pathlib", "pathlib._local") for name, kind in _PATHS.items()),
     ),
 }  # fmt: skip
-_PYTHON_2 = {"unicode": "str", "xrange": "range", "long": "int"}
-
-
-def find(tables: tuple[dict[Names, Any], ...], module: str, name: str) -> Any:
-    """The stand-in for a global of these tables, for a plain value's, or for a dtype; None for other globals. Protocol
-    2 has Python 2's names."""
-    if module == "__builtin__":
-        module, name = "builtins", _PYTHON_2.get(name, name)
-    for each in (*tables, PLAIN):
-        if (module, name) in each:
-            return each[module, name]
-    found = vars(torch).get(name) if module == "torch" else None
-    return found if isinstance(found, torch.dtype) else None
+"""Stand-ins for the globals of plain values."""
 
 
 # --- metadata: DCP's classes ----------------------------------------------------------------------
@@ -341,7 +322,7 @@ def make_properties(state: tuple[Any, ...]) -> TensorProperties:
         known = dtype, layout, requires_grad, _MEMORY_FORMAT(memory_format), pin_memory, *added
         properties.__setstate__(known[: len(_STATE)])
     except Exception:  # noqa: BLE001 - whatever a later torch raises
-        raise UnsafeGlobalError("", f"a TensorProperties of {len(state)} values") from None
+        raise UnsafeGlobalError(f"a TensorProperties of {len(state)} values") from None
     return cast(TensorProperties, properties)
 
 
@@ -350,61 +331,60 @@ def _set_properties(mirror: Mirror, state: Any) -> None:
     vars(mirror).update(vars(make_properties(state)))
 
 
-def _make_encoding(value: int) -> int:
-    if value not in _MEMORY_FORMAT._value2member_map_:
-        raise UnsafeGlobalError("", f"{_ENCODINGS[0]}({value})")
-    return value
-
-
-def _get_member(*arguments: Any) -> Any:
+def _get_member(of: Any, name: Any) -> Any:
     """The first releases of Python 3.11 pickle a member of an enumeration as ``getattr`` of its class."""
-    expect(len(arguments) == 2 and type(arguments[1]) is str, "builtins.getattr")
-    of, name = arguments
     if of is Opaque:
         return Opaque()
     if not isinstance(of, Allowed) or of.name not in _ENCODINGS or name not in _MEMORY_FORMAT.__members__:
-        raise UnsafeGlobalError("builtins", "getattr")
+        raise UnsafeGlobalError("builtins.getattr")
     return _MEMORY_FORMAT[name].value
 
 
 _DCP = "torch.distributed.checkpoint."
-_MEGATRON = "megatron.core.dist_checkpointing.strategies.torch"
+_MEGATRON = "megatron.core.dist_checkpointing.strategies.torch."
 # Where torch 2.1 and 2.2 had the properties of a tensor. Later releases have other classes of this name.
-_TORCH_2_1 = "torch.distributed._shard.sharded_tensor.metadata"
-_ENCODINGS = (f"{_DCP}metadata._MEM_FORMAT_ENCODING", f"{_TORCH_2_1}.MEM_FORMAT_ENCODING")
-_CLASSES = (
-    dcp.BytesStorageMetadata, dcp.ChunkStorageMetadata, dcp.Metadata, dcp.MetadataIndex, dcp.StorageMeta,
-    dcp.TensorStorageMetadata, StorageInfo,
-)  # fmt: skip
-MIRRORS: dict[type, Any] = {cls: Mirror.of(cls) for cls in _CLASSES} | {
-    TensorProperties: Mirror.of(TensorProperties, __setstate__=_set_properties)
+_TORCH_2_1 = "torch.distributed._shard.sharded_tensor.metadata."
+_ENCODINGS = (f"{_DCP}metadata._MEM_FORMAT_ENCODING", f"{_TORCH_2_1}MEM_FORMAT_ENCODING")
+CHECKED: dict[type, frozenset[str]] = {
+    dcp.Metadata: frozenset({"state_dict_metadata", "storage_data", "storage_meta"}),
+    dcp.TensorStorageMetadata: frozenset({"properties", "size", "chunks"}),
+    dcp.ChunkStorageMetadata: frozenset({"offsets", "sizes"}),
+    dcp.MetadataIndex: frozenset({"fqn", "offset", "index"}),
+    TensorProperties: frozenset({"dtype", "layout", "requires_grad", "memory_format", "pin_memory", "strides"}),
+    dcp.BytesStorageMetadata: frozenset(),
+    dcp.StorageMeta: frozenset(),
+    StorageInfo: frozenset({
+        "relative_path", "offset", "length", "transform_descriptors",
+        "raw_offset", "crc64nvme", "crc64nvme_block", "crc64nvme_blocks",  # see format/blocks.py
+    }),
+}  # fmt: skip
+"""DCP's classes, and their attributes that `metadata` checks, all of plain types. Others must be plain values."""
+MIRRORS: dict[type, Any] = {
+    cls: Sealed(cls.__name__, (Mirror,), {"__setstate__": _set_properties} if cls is TensorProperties else {})
+    for cls in CHECKED
 }
-METADATA: dict[Names, Any] = {
-    **{(cls.__module__, cls.__name__): mirror for cls, mirror in MIRRORS.items()},
-    (_TORCH_2_1, "TensorProperties"): MIRRORS[TensorProperties],
+METADATA: dict[str, Any] = {
+    **PLAIN,
+    **{f"{cls.__module__}.{cls.__name__}": mirror for cls, mirror in MIRRORS.items()},
+    _TORCH_2_1 + "TensorProperties": MIRRORS[TensorProperties],
     # Up to 0.15, Megatron's name of its subclass of torch's; now its class of this name is empty.
-    (_MEGATRON, "MCoreMetadata"): MIRRORS[dcp.Metadata],
+    _MEGATRON + "MCoreMetadata": MIRRORS[dcp.Metadata],
     # The plans of all ranks, which Megatron-Core keeps in ``Metadata.all_local_plans``, to plan its next save faster.
     # They are not kept.
-    **{(_DCP + "planner", name): Opaque
+    **{f"{_DCP}planner.{name}": Opaque
        for name in ("BytesIOWriteData", "SavePlan", "TensorWriteData", "WriteItem", "WriteItemType")},
-    (_DCP + "filesystem", "_StoragePrefix"): Opaque,
-    (_MEGATRON, "MCoreSavePlan"): Opaque,
-    **table(*((enum, _make_encoding, (int,)) for enum in _ENCODINGS), ("builtins.getattr", _get_member)),
+    _DCP + "filesystem._StoragePrefix": Opaque,
+    _MEGATRON + "MCoreSavePlan": Opaque,
+    **table(
+        *((enum, functools.partial(_known, {each.value: each.value for each in _MEMORY_FORMAT}), (int,))
+          for enum in _ENCODINGS),
+        ("builtins.getattr", _get_member),
+    ),
 }  # fmt: skip
+"""Stand-ins for the globals of metadata."""
 _MEMORY_FORMATS = {str(value): value for value in vars(torch).values() if isinstance(value, torch.memory_format)}
 
 
-def find_in_metadata(module: str, name: str) -> Any:
-    """The stand-in for a global in a pickle of metadata.
-
-    Raises:
-        UnsafeGlobalError: metadata never needs it.
-    """
-    found = find((METADATA,), module, name)
-    if found is None and module.partition(".")[0] == "torch":
-        # torch gives memory formats no module; pickle names the first one that has them.
-        found = _MEMORY_FORMATS.get("torch." + name.rpartition(".")[2])
-    if found is None:
-        raise UnsafeGlobalError(module, name)
-    return found
+def find_memory_format(module: str, name: str) -> torch.memory_format | None:
+    """The memory format of this name. torch gives them no module; pickle names the first one that has ``torch``."""
+    return _MEMORY_FORMATS.get(f"torch.{name.rpartition('.')[2]}") if module.partition(".")[0] == "torch" else None

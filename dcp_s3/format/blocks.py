@@ -1,8 +1,8 @@
 """Facts about an item that ride along in torch's `_StorageInfo`: where its raw bytes lie, and their checksums. Pure.
 
-Checksums inside a tensor let a part of it be checked without the rest: besides the CRC-64/NVME of a chunk's bytes,
-``.metadata`` has the CRCs of its beginnings, of the first block, of the first two, and so on. They cost nothing: they
-are values of the running CRC while a chunk is sent. The CRC of any run of whole blocks follows from two of them.
+Besides the CRC-64/NVME of a chunk's bytes, ``.metadata`` has the CRCs of its beginnings: of the first block, of the
+first two, and so on. The CRC of any run of whole blocks follows from two of them, so a part can be checked alone. They
+are values of the running CRC while a chunk is sent.
 """
 
 from __future__ import annotations
@@ -51,33 +51,27 @@ class Blocks(NamedTuple):
     """The recorded checksums of a chunk."""
 
     size: int
-    """Bytes of a block."""
+    """Bytes of a block, which ends between elements of any dtype."""
     crcs: bytes
     """CRC-64/NVME of the first block, of the first two, and so on, packed; without the whole chunk's."""
     crc: int
     """CRC-64/NVME of the whole chunk."""
 
-    def is_for(self, nbytes: int) -> bool:
-        """Whether this can be the record of a chunk of ``nbytes``. Blocks end between elements of any dtype."""
-        return (
-            self.size > 0 and self.size % _ALIGNMENT == 0 and len(self.crcs) == 8 * max(0, -(-nbytes // self.size) - 1)
-        )
-
     def crc_between(self, start: int, stop: int, nbytes: int) -> int:
         """CRC-64/NVME of whole blocks of a chunk of ``nbytes``, from the first byte of one to the end of another."""
-        through = self.crc if stop == nbytes else _crc_at(self, stop // self.size)
-        return crc64nvme_between(_crc_at(self, start // self.size), through, stop - start)
+        before, through = (
+            int.from_bytes(self.crcs[8 * (count - 1) : 8 * count], "big")  # of no blocks: 0
+            for count in (start // self.size, stop // self.size)
+        )
+        return crc64nvme_between(before, self.crc if stop == nbytes else through, stop - start)
 
 
 class Range(NamedTuple):
-    """A run of bytes, of a chunk or anything else with bytes."""
+    """A run of bytes, of a chunk or anything else with bytes, and their CRC-64/NVME, if it is known."""
 
     start: int
-    """First byte."""
     stop: int
-    """Byte after the last."""
     crc: int | None
-    """CRC-64/NVME of the bytes; None if it is not known."""
 
 
 def widen(start: int, stop: int, nbytes: int, blocks: Blocks) -> Range:
@@ -85,11 +79,6 @@ def widen(start: int, stop: int, nbytes: int, blocks: Blocks) -> Range:
     first, last = start // blocks.size, -(-stop // blocks.size)
     start, end = first * blocks.size, min(last * blocks.size, nbytes)
     return Range(start, end, blocks.crc_between(start, end, nbytes))
-
-
-def _crc_at(blocks: Blocks, count: int) -> int:
-    """CRC of the first ``count`` blocks."""
-    return int.from_bytes(blocks.crcs[8 * (count - 1) : 8 * count], "big") if count else 0
 
 
 def crcs_of_beginnings(pieces: Iterable[tuple[int, int, Sequence[int], Sequence[int]]], block: int) -> list[int]:
@@ -111,12 +100,7 @@ def crcs_of_beginnings(pieces: Iterable[tuple[int, int, Sequence[int], Sequence[
 
 # --- torch's _StorageInfo -------------------------------------------------------------------------
 
-# Extra attributes of _StorageInfo. Its pickled state is its __dict__, and other readers ignore what they do not
-# know. Without raw_offset, the CRC covers the whole stored item.
-_RAW_OFFSET = "raw_offset"
-_CRC = "crc64nvme"
-_BLOCK = "crc64nvme_block"
-_BLOCK_CRCS = "crc64nvme_blocks"
+# Its pickled state is its __dict__, and other readers ignore what they do not know.
 
 
 def make_storage_info(
@@ -136,9 +120,9 @@ def make_storage_info(
         blocks: CRCs inside the raw bytes; None without any.
     """
     info = StorageInfo(relative_path, offset, length)
-    facts: dict[str, Any] = {_RAW_OFFSET: raw_offset, _CRC: crc64nvme}
+    facts: dict[str, Any] = {"raw_offset": raw_offset, "crc64nvme": crc64nvme}
     if blocks is not None:
-        facts |= {_BLOCK: blocks.size, _BLOCK_CRCS: blocks.crcs}
+        facts |= {"crc64nvme_block": blocks.size, "crc64nvme_blocks": blocks.crcs}
     vars(info).update({name: value for name, value in facts.items() if value is not None})
     return info
 
@@ -152,13 +136,13 @@ def moved_info(info: StorageInfo, relative_path: str, offset: int) -> StorageInf
 
 def get_raw_offset(info: Any) -> int | None:
     """Offset of the raw bytes in the item; None if not recorded (written by something else)."""
-    value = getattr(info, _RAW_OFFSET, None)
+    value = getattr(info, "raw_offset", None)
     return value if isinstance(value, int) else None
 
 
 def get_crc(info: Any) -> int | None:
     """Recorded CRC-64/NVME of the item; None if not recorded."""
-    value = getattr(info, _CRC, None)
+    value = getattr(info, "crc64nvme", None)
     return value if isinstance(value, int) else None
 
 
@@ -167,9 +151,10 @@ def get_blocks(info: Any, nbytes: int) -> Blocks | None:
 
     If no record of blocks fits that many bytes, all of them are one block.
     """
-    crc, size, crcs = get_crc(info), getattr(info, _BLOCK, None), getattr(info, _BLOCK_CRCS, None)
+    crc, size, crcs = get_crc(info), getattr(info, "crc64nvme_block", 0), getattr(info, "crc64nvme_blocks", None)
     if crc is None:
         return None
-    if isinstance(size, int) and isinstance(crcs, bytes) and (blocks := Blocks(size, crcs, crc)).is_for(nbytes):
-        return blocks
+    right = isinstance(size, int) and size > 0 and size % _ALIGNMENT == 0
+    if right and isinstance(crcs, bytes) and len(crcs) == 8 * max(0, -(-nbytes // size) - 1):
+        return Blocks(size, crcs, crc)
     return Blocks(nbytes, b"", crc)

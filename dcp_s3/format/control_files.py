@@ -2,21 +2,65 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import reprlib
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import AfterValidator, Field, PlainValidator, TypeAdapter
+from pydantic import AfterValidator, PlainValidator, TypeAdapter
 
 from dcp_s3.errors import SettingsError
 from dcp_s3.format.layout import What, classify, is_attachment_name, is_inside, manifest_object
 
-_T = TypeVar("_T")
+_T = TypeVar("_T", bound="_ControlFile")
+
+
+@dataclass(frozen=True)
+class _ControlFile:
+    what: ClassVar[str]
+    """For messages."""
+    format_version: Literal[1] = field(default=1, kw_only=True)
+    """Version of this file's format."""
+
+    def to_json(self) -> bytes:
+        """UTF-8 JSON; a manifest's total size is repeated for people and for shell scripts."""
+        fields = asdict(self)
+        if isinstance(self, Manifest):
+            fields["total_size"] = self.total_size
+        if "metrics" in fields:
+            fields["metrics"] = {name: number_to_json(value) for name, value in fields["metrics"].items()}
+        return (json.dumps(fields, indent=1, allow_nan=False) + "\n").encode()
+
+    @classmethod
+    def from_json(cls: type[_T], data: bytes) -> _T:
+        """Parse `to_json`'s output; unknown fields of later versions are ignored.
+
+        Raises:
+            ValueError: not such a file, of a version that this one cannot read, or with impossible values.
+        """
+        try:
+            fields: dict[str, Any] = json.loads(data)
+            if fields["format_version"] != 1:
+                raise ValueError(f"format version {fields['format_version']}, this dcp_s3 reads 1")
+            found: _T = _adapter(cls).validate_python(fields)  # type: ignore[arg-type]  # a class is hashable
+            return found
+        except (KeyError, TypeError, AttributeError, RecursionError, ValueError, OverflowError) as error:
+            raise ValueError(f"not {cls.what}: {error!r}") from error
+
+
+@functools.cache
+def _adapter(kind: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(kind)
+
+
 # JSON has no numbers for these, and a loss may well be NaN.
 _NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+_Number = Annotated[
+    Any, AfterValidator(lambda value: _NOT_FINITE.get(value, value) if isinstance(value, str) else value)
+]
 
 
 def number_to_json(value: Any) -> Any:
@@ -24,14 +68,6 @@ def number_to_json(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     return value
-
-
-def number_from_json(value: Any) -> Any:
-    """A metric's value from JSON: the reverse of `number_to_json`."""
-    return _NOT_FINITE.get(value, value) if isinstance(value, str) else value
-
-
-_Number = Annotated[Any, AfterValidator(number_from_json)]
 
 
 # --- the manifest ---------------------------------------------------------------------------------
@@ -77,9 +113,10 @@ Entry = Annotated[ObjectEntry, PlainValidator(ObjectEntry.of)]
 
 
 @dataclass(frozen=True)
-class Manifest:
+class Manifest(_ControlFile):
     """A description of what one save committed."""
 
+    what = "a dcp_s3 manifest"
     save_id: str
     """Id of the save; ``.metadata`` carries the same id."""
     created_at: float
@@ -96,8 +133,6 @@ class Manifest:
     """The user's metrics, as given with the save."""
     rank: int | None = None
     """Rank, in a save without collectives; otherwise None."""
-    format_version: Literal[1] = 1
-    """Version of this file's format."""
     writer: dict[str, str] = field(default_factory=dict)
     """Libraries that wrote it, and their versions."""
     started_at: float | None = None
@@ -127,25 +162,6 @@ class Manifest:
         """Relative paths of the data objects and of the manifest itself."""
         return {manifest_object(self.save_id, self.rank), *(entry.path for entry in self.objects)}
 
-    def to_json(self) -> bytes:
-        """UTF-8 JSON, with the totals repeated for people and for shell scripts."""
-        fields = asdict(self)
-        fields["total_size"] = self.total_size
-        fields["metrics"] = {name: number_to_json(value) for name, value in self.metrics.items()}
-        return (json.dumps(fields, indent=1, allow_nan=False) + "\n").encode()
-
-    @classmethod
-    def from_json(cls, data: bytes) -> Manifest:
-        """Parse `to_json`'s output; unknown fields of later versions are ignored.
-
-        Raises:
-            ValueError: not a manifest, or of a version that this one cannot read.
-        """
-        return _parse("a dcp_s3 manifest", _MANIFESTS, data)
-
-
-_MANIFESTS = TypeAdapter(Manifest)
-
 
 def attachments_of(objects: Iterable[ObjectEntry]) -> dict[str, AttachmentEntry]:
     """The attachments among data objects, by name. Ranks may have attached the same bytes: the first one counts."""
@@ -155,8 +171,6 @@ def attachments_of(objects: Iterable[ObjectEntry]) -> dict[str, AttachmentEntry]
             found.setdefault(entry.attachment, entry)
     return found
 
-
-# --- extra ----------------------------------------------------------------------------------------
 
 MAX_EXTRA_BYTES = 2**16
 """Most bytes of it, as JSON. It is in the manifest, which every listing and every prune reads for each checkpoint."""
@@ -188,33 +202,14 @@ def check_extra(extra: Mapping[str, Any] | None) -> dict[str, Any]:
     return copied
 
 
-# --- the others -----------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
-class AddedMetrics:
+class AddedMetrics(_ControlFile):
     """Metrics that were added to one save."""
 
-    of: Annotated[str, Field(validation_alias="save_id")]
+    what = "a file of metrics"
+    save_id: str
     """Owner of the metrics: the save id, or for a foreign checkpoint the ETag of its ``.metadata``."""
     metrics: Mapping[str, _Number] = field(default_factory=dict)
-    """Metrics by name."""
-    format_version: Literal[1] = 1
-
-    def to_json(self) -> bytes:
-        """UTF-8 JSON."""
-        metrics = {name: number_to_json(value) for name, value in self.metrics.items()}
-        fields = {"format_version": self.format_version, "save_id": self.of, "metrics": metrics}
-        return (json.dumps(fields, indent=1, allow_nan=False) + "\n").encode()
-
-    @classmethod
-    def from_json(cls, data: bytes) -> AddedMetrics:
-        """Parse `to_json`'s output.
-
-        Raises:
-            ValueError: not such a file, or of a version that this one cannot read.
-        """
-        return _parse("a file of metrics", TypeAdapter(cls), data)
 
 
 def check_added(metrics: Mapping[str, Any], *, url: str) -> None:
@@ -234,46 +229,25 @@ def check_added(metrics: Mapping[str, Any], *, url: str) -> None:
             )
 
 
+def _check_inside(path: str) -> str:
+    if not is_inside(path):
+        raise ValueError(f"it names {path!r}, which is not in the checkpoint")
+    return path
+
+
+_Inside = Annotated[str, AfterValidator(_check_inside)]
+
+
 @dataclass(frozen=True)
-class DeletionList:
+class DeletionList(_ControlFile):
     """A deletion's list. Written before the first object is deleted: its finder knows exactly what else to delete."""
 
+    what = "a list of a deletion"
     save_id: str | None
     """Save id of the checkpoint; None for a foreign one."""
-    commits: Mapping[str, str]
+    commits: Mapping[_Inside, str]
     """ETags of the commits (``.metadata``, or each rank's) by relative path. They are deleted first."""
-    objects: Mapping[str, str]
+    objects: Mapping[_Inside, str]
     """ETags of all other objects by relative path; empty where the store gave none."""
     all_versions: bool = False
     """Whether all versions are deleted in a versioned bucket."""
-    format_version: Literal[1] = 1
-
-    def to_json(self) -> bytes:
-        """UTF-8 JSON."""
-        return (json.dumps(asdict(self), indent=1) + "\n").encode()
-
-    @classmethod
-    def from_json(cls, data: bytes) -> DeletionList:
-        """Parse `to_json`'s output.
-
-        Raises:
-            ValueError: not such a list, of a version that this one cannot read, or it names objects elsewhere.
-        """
-        found = _parse("a list of a deletion", _DELETIONS, data)
-        if outside := [path for path in (*found.commits, *found.objects) if not is_inside(path)]:
-            raise ValueError(f"it names {outside[0]!r}, which is not in the checkpoint")
-        return found
-
-
-_DELETIONS = TypeAdapter(DeletionList)
-
-
-def _parse(what: str, kind: TypeAdapter[_T], data: bytes) -> _T:
-    """The file with these bytes. Whatever is found to be wrong with them is a `ValueError`."""
-    try:
-        fields: dict[str, Any] = json.loads(data)
-        if fields["format_version"] != 1:
-            raise ValueError(f"format version {fields['format_version']}, this dcp_s3 reads 1")
-        return kind.validate_python(fields)
-    except (KeyError, TypeError, AttributeError, RecursionError, ValueError, OverflowError) as error:
-        raise ValueError(f"not {what}: {error!r}") from error

@@ -51,8 +51,8 @@ def new_nonce() -> str:
 def data_object(rank: int, index: int, nonce: str) -> str:
     """Relative path of data object number ``index`` of ``rank``: ``__{rank}_{index}-{nonce}.distcp``.
 
-    The nonce keeps the objects of two saves to one URL apart, so that overwriting a checkpoint leaves the old
-    one whole until the new ``.metadata`` is there.
+    The nonce keeps the objects of two saves to one URL apart: the old checkpoint stays whole until the new
+    ``.metadata`` is there.
     """
     return f"__{rank}_{index}-{nonce}{DATA_SUFFIX}"
 
@@ -73,19 +73,15 @@ def manifest_object(save_id: str, rank: int | None = None) -> str:
 
 
 def lease_object(lease_id: str, seconds: int) -> str:
-    """Relative path of a reader's lease of ``seconds``: ``.dcp_s3/lease-{id}.{seconds}``.
-
-    The lease ends ``seconds`` after S3 stored the object, so a listing tells it, by S3's clock.
-    """
+    """Relative path of a reader's lease, which ends ``seconds`` after S3 stored the object, by S3's clock."""
     return f"{LEASE_PREFIX}{lease_id}.{seconds}"
 
 
 def joint_object(nonce: str, kind: str, name: object = "") -> str:
-    """Relative path of what the ranks of a save without collectives tell each other,
-    ``.dcp_s3/joint-{nonce}.{kind}.{name}``.
+    """Relative path of what the ranks of a save without collectives (its nonce, hex) tell each other.
 
-    The nonce (hex) is the save's. Kinds: ``intent`` and ``part`` with a rank as name, ``roll`` and ``merged`` with hex
-    digits. Without a kind: what all of them begin with.
+    Kinds: ``intent`` and ``part`` with a rank as name, ``roll`` and ``merged`` with hex digits. Without a kind: what
+    all of them begin with.
     """
     return f"{JOINT_PREFIX}{nonce}.{kind}{'.' if kind else ''}{name}"
 
@@ -106,12 +102,9 @@ def deletion_id(save_id: str | None, etag: str | None) -> str:
 
 
 def deletion_object(deletion: str, attempt: str = "0") -> str:
-    """Relative path of the list of what a deletion (`deletion_id`) removes. The list is written before ``.metadata`` is
-    deleted, and stays until all is gone. Each attempt (hex) has its own, so that nobody withdraws another's."""
+    """Relative path of the list of what a deletion (`deletion_id`) removes. Each attempt (hex) has its own, so that
+    nobody withdraws another's."""
     return f"{DELETION_PREFIX}{deletion}-{attempt}.json"
-
-
-# --- reading names -------------------------------------------------------------------------------
 
 
 class What(Enum):
@@ -125,7 +118,6 @@ class What(Enum):
     PIN = "pin"
     LEASE = "lease"
     DELETION = "deletion"
-    """The list of what a deletion removes."""
     COORDINATION = "coordination"
     """Of a save without collectives: the claim, or what has its nonce in its name."""
     BOARD = "board"
@@ -144,22 +136,18 @@ class Kind(NamedTuple):
 
     what: What
     rank: int | None = None
-    number: int | None = None
-    """Number of a data object among its rank's."""
+    number: int | None = None  # of a data object among its rank's
     nonce: str = ""
     """Nonce of a data object; empty if another library named it."""
     spread: int = 0
     """Number of hex digits of the hash in front of a data object's name (`spread`)."""
     save_id: str = ""
     """Save id of a manifest; nonce of what the ranks of a save without collectives tell each other."""
-    seconds: int = 0
-    """Of a lease."""
+    seconds: int = 0  # of a lease
     deletion: str = ""
     """Id (`deletion_id`) of a deletion's list."""
-    attempt: str = ""
-    """Of a deletion's list."""
-    below: str = ""
-    """Name of the directory of a nested object."""
+    attempt: str = ""  # of a deletion's list
+    below: str = ""  # name of the directory of a nested object
 
 
 _NUMBER = "(0|[1-9][0-9]*)"
@@ -185,19 +173,26 @@ def classify(path: str) -> Kind:
     directory, slash, rest = path.partition("/")
     if not slash:
         return _classify_name(path)
+    if path in _FIXED:
+        return _FIXED[path]
     if path.startswith(CONTROL_PREFIX):
-        return _classify_control(path)
+        for what, pattern in _CONTROL:
+            if match := pattern.fullmatch(path):
+                found: dict[str, Any] = {name: value for name, value in match.groupdict().items() if value is not None}
+                return Kind(what, **found | {name: int(found[name]) for name in ("rank", "seconds") if name in found})
     if not is_inside(path):
         return Kind(What.OTHER)
-    found = _classify_name(rest) if "/" not in rest else None
-    if found is not None and found.nonce and _SPREAD.fullmatch(directory) and path == spread(rest, len(directory)):
-        return Kind(What.DATA, found.rank, found.number, found.nonce, spread=len(directory))
+    if path.startswith(CONTROL_PREFIX):
+        return Kind(What.BOARD if path.startswith(BOARD_PREFIX) else What.CONTROL)
+    data = _classify_name(rest) if "/" not in rest else None
+    if data is not None and data.nonce and _SPREAD.fullmatch(directory) and path == spread(rest, len(directory)):
+        return Kind(What.DATA, data.rank, data.number, data.nonce, spread=len(directory))
     if rest.startswith(BOARD_PREFIX):
         return Kind(What.OTHER)
-    if rest.startswith(CONTROL_PREFIX) or (found is not None and found.what is What.COMMIT):
+    if rest.startswith(CONTROL_PREFIX) or (data is not None and data.what is What.COMMIT):
         return Kind(What.NESTED, below=directory)
     if path.endswith(DATA_SUFFIX):
-        return Kind(What.NESTED_DATA, None if found is None else found.rank, below=directory)
+        return Kind(What.NESTED_DATA, None if data is None else data.rank, below=directory)
     return Kind(What.OTHER)
 
 
@@ -213,19 +208,6 @@ def _classify_name(name: str) -> Kind:
         return Kind(What.COMMIT)
     match = _RANK_METADATA.fullmatch(name)
     return Kind(What.COMMIT, int(match[1])) if match else Kind(What.OTHER)
-
-
-def _classify_control(path: str) -> Kind:
-    if path in _FIXED:
-        return _FIXED[path]
-    for what, pattern in _CONTROL:
-        if match := pattern.fullmatch(path):
-            found: dict[str, Any] = {name: value for name, value in match.groupdict().items() if value is not None}
-            found |= {name: int(found[name]) for name in ("rank", "seconds") if name in found}
-            return Kind(what, **found)
-    if not is_inside(path):
-        return Kind(What.OTHER)
-    return Kind(What.BOARD if path.startswith(BOARD_PREFIX) else What.CONTROL)
 
 
 def is_inside(relative_path: str) -> bool:
@@ -264,9 +246,9 @@ _STEPS = (
 
 
 def step_of(name: str, pattern: re.Pattern[str] | None = None) -> int | None:
-    """The step in the last part of a checkpoint's URL or name: the number after ``step``, ``iter``, ``checkpoint`` or
-    ``epoch``, the last of them (``epoch=1-step=1000`` -> 1000); or all of it, if that is a number. None of any other
-    (``llama-8b``): what it was named for is not known. With a ``pattern``: the digits that its first group finds."""
+    """The step in the last part of a checkpoint's URL or name: the last number after ``step``, ``iter``, ``checkpoint``
+    or ``epoch`` (``epoch=1-step=1000`` -> 1000); or all of it, if that is a number. None of any other (``llama-8b``).
+    With a ``pattern``: the digits that its first group finds."""
     if pattern is None:
         name = name.rstrip("/").rpartition("/")[2]
     for each in _STEPS if pattern is None else (pattern,):

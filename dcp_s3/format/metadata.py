@@ -2,7 +2,7 @@
 
 More people can often write to a checkpoint's bucket than may run code on a cluster. Only what DCP's planners and
 storage layers put into metadata is unpickled, as mirrors of their classes. Every field that loading relies on is
-checked, and the rest is made plain data. Only then do mirrors become instances of torch's classes.
+checked, and the rest must be plain data. Only then do mirrors become instances of torch's classes.
 
 A seal follows the pickle, where no unpickler looks: who wrote it, and a CRC-64/NVME. No copy of the object is without.
 """
@@ -17,27 +17,20 @@ import operator
 import pickle
 import reprlib
 from collections import OrderedDict
-from collections.abc import Callable
 from typing import Any, NoReturn, TypeGuard, cast
 
 import torch
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint import metadata as dcp
 
 from dcp_s3.errors import CorruptCheckpointError, UnsafeMetadataError
 from dcp_s3.format.allow_list import (
+    CHECKED,
     LEAVES,
+    METADATA,
     MIRRORS,
     MalformedPickleError,
     UnsafeGlobalError,
-    find_in_metadata,
+    find_memory_format,
     unpickle,
 )
 from dcp_s3.format.layout import is_inside
@@ -51,30 +44,27 @@ from dcp_s3.torch_private import StorageInfo
 _new = copyreg.__newobj__  # type: ignore[attr-defined]  # makes an instance without its constructor: what pickles call
 
 
-def dump_metadata(metadata: Metadata) -> bytes:
-    """Pickle ``.metadata`` as torch's FileSystemWriter does.
-
-    Each rank has sent names and shapes of its own. Here one pickled object stands for all that are equal. What there is
-    one of for each item is pickled in half of the time that its class's own way takes.
-    """
+def dump_metadata(metadata: dcp.Metadata) -> bytes:
+    """Pickle ``.metadata`` as torch's FileSystemWriter does, in half of the time, and equal names and shapes, which
+    each rank has sent as its own, once."""
     names: dict[str, str] = {}
     shapes: dict[torch.Size, torch.Size] = {}
     name, shape, size = names.setdefault, shapes.setdefault, torch.Size
 
-    def reduce_index(index: MetadataIndex) -> Any:
+    def reduce_index(index: dcp.MetadataIndex) -> Any:
         state = vars(index).copy()
         fqn, offset = index.fqn, index.offset
         state["fqn"] = name(fqn, fqn)
         if type(offset) is size:
             state["offset"] = shape(offset, offset)
-        return _new, (MetadataIndex,), state
+        return _new, (dcp.MetadataIndex,), state
 
-    def reduce_chunk(chunk: ChunkStorageMetadata) -> Any:
+    def reduce_chunk(chunk: dcp.ChunkStorageMetadata) -> Any:
         state = vars(chunk).copy()
         offsets, sizes = chunk.offsets, chunk.sizes
         if type(offsets) is type(sizes) is size:
             state["offsets"], state["sizes"] = shape(offsets, offsets), shape(sizes, sizes)
-        return _new, (ChunkStorageMetadata,), state
+        return _new, (dcp.ChunkStorageMetadata,), state
 
     def reduce_info(info: StorageInfo) -> Any:
         state = vars(info)
@@ -85,7 +75,7 @@ def dump_metadata(metadata: Metadata) -> bytes:
     stream = io.BytesIO()
     pickler = pickle.Pickler(stream)
     pickler.dispatch_table = copyreg.dispatch_table | {
-        MetadataIndex: reduce_index, ChunkStorageMetadata: reduce_chunk, StorageInfo: reduce_info,
+        dcp.MetadataIndex: reduce_index, dcp.ChunkStorageMetadata: reduce_chunk, StorageInfo: reduce_info,
     }  # fmt: skip
     pickler.dump(metadata)
     return seal(stream)
@@ -96,10 +86,8 @@ _SEAL_LENGTH = len(_SEAL) + 8
 
 
 def seal(stream: io.BytesIO) -> bytes:
-    """``.metadata`` with the pickle that was written to a stream, without a copy of it: it may have a gigabyte.
-
-    After it: who wrote it (ASCII), the length of that (1 byte), a mark, and the CRC-64/NVME of all that (big-endian).
-    """
+    """``.metadata`` with the pickle that was written to a stream. After it: who wrote it (ASCII), the length of that (1
+    byte), a mark, and the CRC-64/NVME of all that (big-endian)."""
     writer = f"torch {torch.__version__} and dcp_s3 {__version__}".encode("ascii", "replace")[:255]
     stream.seek(0, io.SEEK_END)
     stream.write(b"".join((writer, bytes([len(writer)]), _SEAL)))
@@ -112,7 +100,7 @@ def seal(stream: io.BytesIO) -> bytes:
 # --- reading --------------------------------------------------------------------------------------
 
 
-def load_metadata(data: bytes, *, url: str, crc: str | None = None, of_rank: bool = False) -> Metadata:
+def load_metadata(data: bytes, *, url: str, crc: str | None = None, of_rank: bool = False) -> dcp.Metadata:
     """Compare ``.metadata`` with its checksum, unpickle it with the allow-list, and check it.
 
     Without a checksum (other writers', or written before the seal and copied without user metadata), the metadata must
@@ -131,13 +119,12 @@ def load_metadata(data: bytes, *, url: str, crc: str | None = None, of_rank: boo
     proven = is_sealed or crc is not None
     with collector_paused():
         try:
-            found, recorded = crc_hex(crc64nvme(memoryview(data)[:-8] if is_sealed else data)), crc
-            if is_sealed:
-                recorded = data[-8:].hex()
+            found = crc_hex(crc64nvme(memoryview(data)[:-8] if is_sealed else data))
+            recorded = data[-8:].hex() if is_sealed else crc
             if proven and found != recorded:
                 raise MalformedPickleError(f"its CRC-64/NVME is {found}, recorded was {recorded}")
             stream = io.BytesIO(data)
-            metadata = _Checks(url).check(unpickle(stream, find_in_metadata, proven=proven))
+            metadata = _Checks(url).check(unpickle(stream, METADATA, find_other=find_memory_format, proven=proven))
             vars(metadata).pop(_UNPROVEN, None)
             if not proven:
                 if stream.tell() != len(data):
@@ -158,7 +145,7 @@ def load_metadata(data: bytes, *, url: str, crc: str | None = None, of_rank: boo
                 "written that, it was tampered with",
                 url=url,
             ) from None
-        except (MalformedPickleError, TypeError, KeyError) as error:  # names of attributes that have no hash
+        except (MalformedPickleError, RecursionError, TypeError, KeyError) as error:  # names that have no hash
             raise CorruptCheckpointError(
                 f"the metadata of {url} ({len(data)} bytes) is damaged or truncated: {str(error)[:1000]}. Remedy: load "
                 "an earlier checkpoint, or restore the object from a backup",
@@ -170,31 +157,17 @@ def load_metadata(data: bytes, *, url: str, crc: str | None = None, of_rank: boo
 _UNPROVEN = "unproven"  # an attribute that only a Metadata has which was loaded
 
 
-def is_unproven(metadata: Metadata) -> bool:
+def is_unproven(metadata: dcp.Metadata) -> bool:
     """Whether metadata was loaded without a checksum, so that items themselves must say what they are."""
     return getattr(metadata, _UNPROVEN, False)
 
 
-# Attributes that are checked here, all of them of plain types. Others must be plain values.
-_CHECKED = {
-    Metadata: frozenset({"state_dict_metadata", "storage_data", "storage_meta"}),
-    TensorStorageMetadata: frozenset({"properties", "size", "chunks"}),
-    ChunkStorageMetadata: frozenset({"offsets", "sizes"}),
-    MetadataIndex: frozenset({"fqn", "offset", "index"}),
-    TensorProperties: frozenset({"dtype", "layout", "requires_grad", "memory_format", "pin_memory", "strides"}),
-    BytesStorageMetadata: frozenset(),
-    StorageMeta: frozenset(),
-    StorageInfo: frozenset({
-        "relative_path", "offset", "length", "transform_descriptors",
-        "raw_offset", "crc64nvme", "crc64nvme_block", "crc64nvme_blocks",  # see format/blocks.py
-    }),
-}  # fmt: skip
-_MIRRORS = {cls: (MIRRORS[cls], checked) for cls, checked in _CHECKED.items()}
 _set = object.__setattr__  # for instances whose class refuses it
 # Limit of one item. S3's largest object is 50 TiB, but pickled or encoded items go through memory.
 _MAX_ITEM_BYTES = 2**44
 _MAX_INT = 2**63
 _MAX_DIMS = 64  # as many as torch's kernels take
+_MAX_DEPTH = 50  # the paths in a nested state are flat
 
 
 class _Checks:
@@ -202,53 +175,78 @@ class _Checks:
 
     def __init__(self, url: str) -> None:
         self._url = url
-        self._plain = PlainCheck()
         self._fits = functools.cache(_fits)  # tensors are cut alike
+        # Plain values that hold others: id -> the value (kept so that its id is not reused), and how deeply it is
+        # nested. They may share parts.
+        self._known: dict[int, tuple[Any, int]] = {}
 
-    def check(self, metadata: Any) -> Metadata:
+    def check(self, metadata: Any) -> dcp.Metadata:
         """The metadata that a mirror stands for."""
-        if type(metadata) is not MIRRORS[Metadata] or type(vars(metadata).get("state_dict_metadata")) is not dict:
+        if type(metadata) is not MIRRORS[dcp.Metadata] or type(vars(metadata).get("state_dict_metadata")) is not dict:
             raise MalformedPickleError(f"it is a pickled {type(metadata).__name__}, not DCP metadata")
         fields = vars(metadata)
         fields.pop("all_local_plans", None)  # Megatron's, which are not kept
         for fqn, entry in fields["state_dict_metadata"].items():
             if type(fqn) is not str:
                 _fail(fqn, "is a name that is no string")
-            if self._is(entry, TensorStorageMetadata):
+            if self._is(entry, dcp.TensorStorageMetadata):
                 if not self._is_tensor(vars(entry)):
                     _fail(fqn, "has no complete description of its shape, dtype and chunks")
-            elif not self._is(entry, BytesStorageMetadata):
+            elif not self._is(entry, dcp.BytesStorageMetadata):
                 _fail(fqn, f"is a {type(entry).__name__}")
         if fields.get("storage_data") is not None:
             fields["storage_data"] = self._check_storage(fields["storage_data"])
         # Loading does not need the rest.
-        meta = fields.get("storage_meta")
-        if meta is not None and not (self._is(meta, StorageMeta) and _is_text(vars(meta).get("save_id"))):
+        meta, texts = fields.get("storage_meta"), (str, type(None))
+        if meta is not None and not (self._is(meta, dcp.StorageMeta) and type(vars(meta).get("save_id")) in texts):
             _fail("storage_meta", "is no StorageMeta with an id of a save")
-        if not _is_text(fields.get("version")):
+        if type(fields.get("version")) not in texts:
             _fail("version", "is no string")
-        self._is(metadata, Metadata)  # with plain values in planner_data
-        return cast(Metadata, metadata)
+        self._is(metadata, dcp.Metadata)  # with plain values in planner_data
+        return cast(dcp.Metadata, metadata)
 
     def _is(self, value: Any, cls: type) -> bool:
         """Whether ``value`` stands for an instance of torch's ``cls``. If so, it becomes one."""
-        mirror, checked = _MIRRORS[cls]
+        mirror, checked = MIRRORS[cls], CHECKED[cls]
         if type(value) is not mirror:
             return type(value) is cls  # already: it occurs twice
         if not checked.issuperset(value.__dict__):
-            self._plain.check_attributes(value, checked)
+            for name in value.__dict__.keys() - checked:
+                if type(name) is not str or name.startswith("__"):
+                    raise MalformedPickleError(f"a {cls.__name__} has an attribute {str(name)[:50]!r}")
+                self._height(value.__dict__[name])
         _set(value, "__class__", cls)
         return True
+
+    def _height(self, value: Any) -> int:
+        """How deeply a plain value is nested. Planners add them, and nothing here relies on them. They must be harmless
+        to look at, copy or send on: without a class or function in them, not containing themselves, and not nested
+        deeply."""
+        kind = type(value)
+        if kind in LEAVES:
+            return 0
+        if kind is tuple and LEAVES.issuperset(map(type, value)):  # a path; there are many
+            return 1
+        if id(value) not in self._known:
+            if kind not in (dict, OrderedDict, tuple, list, set, frozenset) or (kind is OrderedDict and vars(value)):
+                raise MalformedPickleError(f"it has a {kind.__name__} where a value belongs, or one with attributes")
+            parts = [*value, *value.values()] if isinstance(value, dict) else value
+            self._known[id(value)] = value, _MAX_DEPTH  # as long as it is under way: it may contain itself
+            height = 1 + max(map(self._height, parts), default=0)
+            if height > _MAX_DEPTH:
+                raise MalformedPickleError(f"it is nested more than {_MAX_DEPTH} levels deep, or contains itself")
+            self._known[id(value)] = value, height
+        return self._known[id(value)][1]
 
     def _is_tensor(self, fields: dict[str, Any]) -> bool:
         # A damaged pickle may lack attributes.
         size, properties, chunks = fields.get("size"), fields.get("properties"), fields.get("chunks")
-        if not _is_shape(size) or not self._is(properties, TensorProperties) or type(chunks) is not list:
+        if not _is_shape(size) or not self._is(properties, dcp.TensorProperties) or type(chunks) is not list:
             return False
         if "dtype" not in vars(properties) or math.prod(size) > _MAX_INT // 16:
             return False
         for chunk in chunks:
-            if not self._is(chunk, ChunkStorageMetadata):
+            if not self._is(chunk, dcp.ChunkStorageMetadata):
                 return False
             found = chunk.__dict__
             offsets, sizes = found.get("offsets"), found.get("sizes")
@@ -262,7 +260,13 @@ class _Checks:
             _fail("storage_data", f"is a {type(storage_data).__name__}")
         inside: set[str] = set()
         for index, info in storage_data.items():
-            if not self._is(index, MetadataIndex) or not _is_index(index.__dict__.get):
+            get = index.__dict__.get if self._is(index, dcp.MetadataIndex) else {}.get
+            place, hint = get("offset"), get("index", 0)
+            if (
+                type(get("fqn")) is not str
+                or (place is not None and not _is_shape(place))
+                or (hint is not None and (type(hint) is not int or not 0 <= hint < _MAX_INT))
+            ):
                 _fail(index, "is not the index of an item")
             path = getattr(info, "relative_path", None)
             if type(path) is not str or (path not in inside and not is_inside(path)):
@@ -272,7 +276,22 @@ class _Checks:
                     url=self._url,
                 )
             inside.add(path)
-            if not self._is(info, StorageInfo) or not _is_range(info.__dict__.get):
+            # Offset, length and the added facts (see format/blocks.py) must be possible.
+            get = info.__dict__.get if self._is(info, StorageInfo) else {}.get
+            offset, length, descriptors = get("offset"), get("length"), get("transform_descriptors")
+            raw_offset, crc, block = get("raw_offset", 0), get("crc64nvme", 0), get("crc64nvme_block", 0)
+            if not (
+                type(offset) is type(length) is type(raw_offset) is type(crc) is type(block) is int
+                and 0 <= offset < _MAX_INT
+                and 0 <= raw_offset <= length <= _MAX_ITEM_BYTES
+                and 0 <= crc < 2**64
+                and 0 <= block < _MAX_INT
+                and type(get("crc64nvme_blocks", b"")) is bytes
+                and (
+                    descriptors is None
+                    or (type(descriptors) in (list, tuple) and {str}.issuperset(map(type, descriptors)))
+                )
+            ):
                 _fail(index, "lies at no possible range of bytes")
         return dict(storage_data.items())
 
@@ -295,85 +314,3 @@ def _fits(offsets: torch.Size, sizes: torch.Size, size: torch.Size) -> bool:
     if not _is_shape(offsets) or not _is_shape(sizes) or not len(offsets) == len(sizes) == len(size):
         return False
     return not any(map(operator.gt, map(operator.add, offsets, sizes), size))
-
-
-def _is_index(get: Callable[..., Any]) -> bool:
-    offset, index = get("offset"), get("index", 0)
-    return (
-        type(get("fqn")) is str
-        and (offset is None or _is_shape(offset))
-        and (index is None or (type(index) is int and 0 <= index < _MAX_INT))
-    )
-
-
-def _is_range(get: Callable[..., Any]) -> bool:
-    """Whether offset, length and the added facts (see format/blocks.py) are possible."""
-    offset, length, descriptors = get("offset"), get("length"), get("transform_descriptors")
-    raw_offset, crc, block = get("raw_offset", 0), get("crc64nvme", 0), get("crc64nvme_block", 0)
-    return (
-        type(offset) is type(length) is type(raw_offset) is type(crc) is type(block) is int
-        and 0 <= offset < _MAX_INT
-        and 0 <= raw_offset <= length <= _MAX_ITEM_BYTES
-        and 0 <= crc < 2**64
-        and 0 <= block < _MAX_INT
-        and type(get("crc64nvme_blocks", b"")) is bytes
-        and (descriptors is None or (type(descriptors) in (list, tuple) and all(type(d) is str for d in descriptors)))
-    )
-
-
-def _is_text(value: object) -> bool:
-    return value is None or type(value) is str
-
-
-# --- plain values ---------------------------------------------------------------------------------
-
-_MAX_DEPTH = 50  # the paths in a nested state are flat
-_TOO_DEEP = f"it is nested more than {_MAX_DEPTH} levels deep, or contains itself"
-
-
-class PlainCheck:
-    """Checks values of one pickle that planners add and nothing here relies on; they may share parts.
-
-    They must be harmless to look at, copy or send on: without a class or function in them, not containing themselves,
-    and not nested deeply.
-    """
-
-    def __init__(self) -> None:
-        # id -> the value (kept so that its id is not reused), and how deeply it is nested.
-        self._known: dict[int, tuple[Any, int]] = {}
-
-    def check_attributes(self, owner: Any, known: frozenset[str] = frozenset()) -> None:
-        """Check the attributes of ``owner`` that are not ``known``.
-
-        Raises:
-            MalformedPickleError: one is no plain value, or no picklers write its name.
-        """
-        for name in vars(owner).keys() - known:
-            if type(name) is not str or name.startswith("__"):
-                raise MalformedPickleError(f"a {type(owner).__name__} has an attribute {str(name)[:50]!r}")
-            self.check(vars(owner)[name])
-
-    def check(self, value: Any) -> None:
-        """Raises `MalformedPickleError` unless ``value`` is plain."""
-        try:
-            self._height(value)
-        except RecursionError:
-            raise MalformedPickleError(_TOO_DEEP) from None
-
-    def _height(self, value: Any) -> int:
-        """How deeply a value is nested."""
-        kind = type(value)
-        if kind in LEAVES:
-            return 0
-        if kind is tuple and LEAVES.issuperset(map(type, value)):  # a path; there are many
-            return 1
-        if id(value) not in self._known:
-            if kind not in (dict, OrderedDict, tuple, list, set, frozenset) or (kind is OrderedDict and vars(value)):
-                raise MalformedPickleError(f"it has a {kind.__name__} where a value belongs, or one with attributes")
-            parts = [*value, *value.values()] if isinstance(value, dict) else value
-            self._known[id(value)] = value, _MAX_DEPTH  # as long as it is under way: it may contain itself
-            height = 1 + max(map(self._height, parts), default=0)
-            if height > _MAX_DEPTH:
-                raise MalformedPickleError(_TOO_DEEP)
-            self._known[id(value)] = value, height
-        return self._known[id(value)][1]

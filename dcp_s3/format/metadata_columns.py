@@ -1,7 +1,7 @@
-"""``.metadata`` made of columns: the same pickle as `dump_metadata`'s of as many objects, without making any. Pure.
+"""``.metadata`` made of columns: the same as `dump_metadata` of as many objects, without making any. Pure.
 
-Millions of items are alike but for a few numbers, and so are their pickles: records of fixed width, which numpy fills.
-What items have in common is pickled first, by Python's pickler; records refer to it by its number in the pickle's memo.
+Items' pickles are records of fixed width, which numpy fills. What they have in common is pickled first, by Python's
+pickler; records refer to it by its number in the pickle's memo.
 """
 
 from __future__ import annotations
@@ -16,15 +16,7 @@ from typing import Any, TypeAlias, cast
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint import metadata as dcp
 
 from dcp_s3.format.layout import DCP_VERSION
 from dcp_s3.format.metadata import seal
@@ -59,7 +51,8 @@ _KEYS = (
     "crc64nvme_block", "crc64nvme_blocks",
 )  # fmt: skip
 _CLASSES = (
-    Metadata, TensorStorageMetadata, BytesStorageMetadata, ChunkStorageMetadata, MetadataIndex, StorageInfo, torch.Size,
+    dcp.Metadata, dcp.TensorStorageMetadata, dcp.BytesStorageMetadata, dcp.ChunkStorageMetadata, dcp.MetadataIndex,
+    StorageInfo, torch.Size,
 )  # fmt: skip
 _BEGIN, _END = b")\x81}(", b"ub"  # of an instance, after its class; of its state and the instance
 _NONE = b"N"
@@ -72,7 +65,7 @@ class StoredItems:
     names: Sequence[str]
     """In the order of their entries. Each has an item."""
     shapes: Sequence[tuple[int, ...]]
-    properties: Sequence[TensorProperties]
+    properties: Sequence[dcp.TensorProperties]
     paths: Sequence[str]
     """Relative paths of objects."""
     numbers: Ints
@@ -86,20 +79,23 @@ class StoredItems:
 
 
 def dump_items(
-    items: StoredItems, *, planner_data: dict[str, tuple[str | int, ...]] | None, storage_meta: StorageMeta
+    items: StoredItems, *, planner_data: dict[str, tuple[str | int, ...]] | None, storage_meta: dcp.StorageMeta
 ) -> bytes:
     """``.metadata`` of a checkpoint with these items, as torch's FileSystemReader and `load_metadata` read it."""
     stream = io.BytesIO()
     memo = _Memo(stream, items, planner_data, storage_meta)
+    get = memo.get
     order = stable_order(items.numbers[NAME])
     starts = group_starts(items.numbers[NAME][order])
-    get = memo.get
-    stream.write(get(Metadata) + _BEGIN + get("state_dict_metadata") + b"}")
-    _write_entries(stream, memo, items, order, starts)
+    counts = np.diff(starts, append=len(order))
+    stream.write(get(dcp.Metadata) + _BEGIN + get("state_dict_metadata") + b"}")
+    _write_entries(stream, memo, items, order, starts, counts)
     stream.write(get("planner_data") + (_NONE if planner_data is None else get(planner_data)))
     stream.write(get("storage_meta") + get(storage_meta) + get("version") + get(DCP_VERSION))
     stream.write(get("storage_data") + b"}")
-    _write_storage(stream, memo, items, order, starts)
+    hints = np.empty(len(order), np.int32)
+    hints[order] = np.arange(len(order)) - np.repeat(starts, counts)
+    _write_storage(stream, memo, items, hints)
     stream.write(_END + b".")
     return seal(stream)
 
@@ -119,7 +115,9 @@ def group_starts(ordered: Ints) -> Ints:
 class _Memo:
     """Writes the beginning of the pickle, with all that items refer to, and knows the numbers of that."""
 
-    def __init__(self, stream: io.BytesIO, items: StoredItems, planner_data: Any, storage_meta: StorageMeta) -> None:
+    def __init__(
+        self, stream: io.BytesIO, items: StoredItems, planner_data: Any, storage_meta: dcp.StorageMeta
+    ) -> None:
         self._common = (
             _CLASSES, _KEYS, DCP_VERSION, list(items.properties), list(items.names), planner_data, list(items.paths),
             storage_meta,
@@ -130,17 +128,16 @@ class _Memo:
         self._numbers = {key: number for key, (number, _) in memo.items()}
         stream.seek(-1, io.SEEK_END)
         stream.write(b"0")  # instead of the end: takes the value off the stack, and the memo stays
-        self.names, self.paths = self._numbers_of(items.names), self._numbers_of(items.paths)
+        self.names, self.paths = (
+            np.array([self._numbers[id(each)] for each in values], np.uint32) for values in (items.names, items.paths)
+        )
         self.shapes = _write_shapes(stream, self.get(torch.Size), items.shapes, len(memo))
 
     def get(self, value: Any) -> bytes:
-        """What puts a value of `common` on the stack."""
+        """What puts a value of `_common` on the stack."""
         value = _SAME.get(value, value) if isinstance(value, str) else value
         number = self._numbers[id(value)]
         return b"h" + bytes((number,)) if number < 256 else b"j" + number.to_bytes(4, "little")
-
-    def _numbers_of(self, values: Sequence[Any]) -> npt.NDArray[np.uint32]:
-        return np.array([self._numbers[id(each)] for each in values], np.uint32)
 
 
 _SAME = {each: each for each in (*_KEYS, DCP_VERSION)}
@@ -160,7 +157,9 @@ def _write_shapes(stream: io.BytesIO, get_size: bytes, shapes: Sequence[tuple[in
     return numbers
 
 
-def _write_entries(stream: io.BytesIO, memo: _Memo, items: StoredItems, order: Ints, starts: Ints) -> None:
+def _write_entries(
+    stream: io.BytesIO, memo: _Memo, items: StoredItems, order: Ints, starts: Ints, counts: Ints
+) -> None:
     """``state_dict_metadata``: what each name is, in the order of the table of names."""
     get, numbers = memo.get, items.numbers
     chunks = io.BytesIO()
@@ -169,22 +168,22 @@ def _write_entries(stream: io.BytesIO, memo: _Memo, items: StoredItems, order: I
         chunks,
         len(tensors),
         [
-            get(ChunkStorageMetadata) + _BEGIN,
+            get(dcp.ChunkStorageMetadata) + _BEGIN,
             get("offsets") + b"j", memo.shapes[numbers[OFFSETS][tensors] - 1],
             get("sizes") + b"j", memo.shapes[numbers[SIZES][tensors] - 1],
             _END + b"a",
         ],
     )  # fmt: skip
     records, done = chunks.getbuffer(), 0
-    firsts, counts = order[starts], np.diff(starts, append=len(order)).tolist()
-    begin = get(TensorStorageMetadata) + _BEGIN + get("properties")
+    firsts = order[starts]
+    begin = get(dcp.TensorStorageMetadata) + _BEGIN + get("properties")
     properties = [get(each) for each in items.properties]
-    size, between, other = get("size") + b"j", get("chunks") + b"]", get(BytesStorageMetadata) + b")\x81s"
+    size, between, other = get("size") + b"j", get("chunks") + b"]", get(dcp.BytesStorageMetadata) + b")\x81s"
     rows = zip(
         memo.names[numbers[NAME][firsts]].tolist(),
         numbers[PROPERTIES][firsts].tolist(),
         memo.shapes[numbers[WHOLE][firsts] - 1].tolist() if len(memo.shapes) else [0] * len(firsts),
-        counts,
+        counts.tolist(),
         strict=True,
     )
     for name, kind, whole, count in rows:
@@ -198,52 +197,40 @@ def _write_entries(stream: io.BytesIO, memo: _Memo, items: StoredItems, order: I
             stream.write(other)
 
 
-def _write_storage(stream: io.BytesIO, memo: _Memo, items: StoredItems, order: Ints, starts: Ints) -> None:
+def _write_storage(stream: io.BytesIO, memo: _Memo, items: StoredItems, hints: Ints) -> None:
     """``storage_data``: where each item lies. In a slab, items whose pickles have the same width follow each other."""
-    numbers = items.numbers
-    hints = np.empty(len(order), np.int32)
-    hints[order] = np.arange(len(order)) - np.repeat(starts, np.diff(starts, append=len(order)))
-    for slab in range(0, len(order), _SLAB):
-        kinds = _kinds(numbers[:, slab : slab + _SLAB])
-        by_kind = stable_order(kinds)
-        bounds = [*group_starts(kinds[by_kind]).tolist(), len(by_kind)]
-        for start, stop in itertools.pairwise(bounds):
-            chosen = slab + by_kind[start:stop]
-            _write_slab(stream, memo, items, chosen, hints[chosen], int(kinds[by_kind[start]]))
-
-
-def _kinds(numbers: Ints) -> Ints:
-    """What the width of each item's pickle depends on."""
-    kinds = (numbers[FLAGS] & (HAS_RAW_OFFSET | HAS_CRC | HAS_BLOCKS)).astype(np.int64)
-    for bit, number in ((8, PROPERTIES), (16, PLACE)):
-        kinds |= np.where(numbers[number] > 0, bit, 0)
-    return kinds | numbers[CRCS].astype(np.int64) << 6
-
-
-def _write_slab(stream: io.BytesIO, memo: _Memo, items: StoredItems, chosen: Ints, hints: Ints, kind: int) -> None:
     get = memo.get
-    numbers, ranges = items.numbers[:, chosen], items.ranges[:, chosen]
-    layout: list[bytes | Ints] = [
-        get(MetadataIndex) + _BEGIN + get("fqn") + b"j", memo.names[numbers[NAME]],
-        get("index"), *([b"J", hints] if kind & 8 else [_NONE]),
-    ]  # fmt: skip
-    if kind & 16:
-        layout += [get("offset") + b"j", memo.shapes[numbers[PLACE] - 1]]
-    layout += [
-        _END + get(StorageInfo) + _BEGIN + get("relative_path") + b"j", memo.paths[numbers[OBJECT]],
-        get("offset"), *_integer(ranges[OFFSET]),
-        get("length"), *_integer(ranges[LENGTH]),
-    ]  # fmt: skip
-    if kind & HAS_RAW_OFFSET:
-        layout += [get("raw_offset"), *_integer(ranges[RAW_OFFSET])]
-    if kind & HAS_CRC:
-        layout += [get("crc64nvme") + b"\x8a\x09", ranges[CRC].view(np.uint64), b"\0"]
-    if kind & HAS_BLOCKS:
-        length = kind >> 6
-        places = items.crc_starts[chosen, None] + np.arange(length // 8)
-        layout += [get("crc64nvme_block"), *_integer(ranges[BLOCK])]
-        layout += [get("crc64nvme_blocks") + b"B" + length.to_bytes(4, "little"), items.crcs[places].view(np.uint8)]
-    _write_records(stream, len(chosen), [*layout, _END + b"s"])
+    for slab in range(0, len(hints), _SLAB):
+        # What the width of each item's pickle depends on.
+        numbers = items.numbers[:, slab : slab + _SLAB]
+        kinds = (numbers[FLAGS] & (HAS_RAW_OFFSET | HAS_CRC | HAS_BLOCKS)).astype(np.int64)
+        kinds |= np.where(numbers[PROPERTIES] > 0, 8, 0) | np.where(numbers[PLACE] > 0, 16, 0)
+        kinds |= numbers[CRCS].astype(np.int64) << 6
+        order = stable_order(kinds)
+        bounds = [*group_starts(kinds[order]).tolist(), len(order)]
+        for start, stop in itertools.pairwise(bounds):
+            chosen, kind = slab + order[start:stop], int(kinds[order[start]])
+            numbers, ranges = items.numbers[:, chosen], items.ranges[:, chosen]
+            layout: list[bytes | Ints] = [
+                get(dcp.MetadataIndex) + _BEGIN + get("fqn") + b"j", memo.names[numbers[NAME]],
+                get("index"), *([b"J", hints[chosen]] if kind & 8 else [_NONE]),
+            ]  # fmt: skip
+            if kind & 16:
+                layout += [get("offset") + b"j", memo.shapes[numbers[PLACE] - 1]]
+            layout += [
+                _END + get(StorageInfo) + _BEGIN + get("relative_path") + b"j", memo.paths[numbers[OBJECT]],
+                get("offset"), *_integer(ranges[OFFSET]), get("length"), *_integer(ranges[LENGTH]),
+            ]  # fmt: skip
+            if kind & HAS_RAW_OFFSET:
+                layout += [get("raw_offset"), *_integer(ranges[RAW_OFFSET])]
+            if kind & HAS_CRC:
+                layout += [get("crc64nvme") + b"\x8a\x09", ranges[CRC].view(np.uint64), b"\0"]
+            if kind & HAS_BLOCKS:
+                length = kind >> 6
+                crcs = items.crcs[items.crc_starts[chosen, None] + np.arange(length // 8)].view(np.uint8)
+                layout += [get("crc64nvme_block"), *_integer(ranges[BLOCK])]
+                layout += [get("crc64nvme_blocks") + b"B" + length.to_bytes(4, "little"), crcs]
+            _write_records(stream, len(chosen), [*layout, _END + b"s"])
 
 
 def _integer(values: Ints) -> list[bytes | Ints]:

@@ -1,8 +1,8 @@
 """A part: what one rank wrote in a save without collectives, and its bytes. Pure.
 
-All parts of a save together say as much as DCP's plan and its write results. Nothing in them is pickled. The bytes: 8
-that name the format and its version; the length of the head, 4 bytes; the head, JSON; `Columns.ranges`, `numbers` and
-`crcs`; the CRC-64/NVME of all that, 8 bytes, the most significant first. Other numbers are little-endian.
+Nothing in it is pickled. The bytes: 8 that name the format and its version; the length of the head, 4 bytes; the head,
+JSON; `Columns.ranges`, `numbers` and `crcs`; the CRC-64/NVME of all that, 8 bytes, the most significant first. Other
+numbers are little-endian.
 """
 
 from __future__ import annotations
@@ -10,9 +10,8 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import struct
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar, cast
 
 import numpy as np
@@ -22,7 +21,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, TensorPropertie
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem
 
 from dcp_s3.format import allow_list
-from dcp_s3.format.control_files import AttachmentEntry, ObjectEntry
+from dcp_s3.format.control_files import ObjectEntry
 from dcp_s3.format.layout import What, classify, is_inside
 from dcp_s3.memory import crc64nvme
 from dcp_s3.torch_private import StorageInfo
@@ -36,7 +35,7 @@ OFFSET, LENGTH, RAW_OFFSET, BLOCK, CRC = range(5)
 HAS_RAW_OFFSET, HAS_CRC, HAS_BLOCKS, IS_SHARD = 1, 2, 4, 8
 """Flags."""
 
-_HEAD = struct.Struct("<I")
+_BEFORE_HEAD = len(MAGIC) + 4
 _MAX_DIM = 2**61  # so that the sum of an offset and a size is no overflow
 _Key = TypeVar("_Key", bound=Hashable)
 
@@ -46,9 +45,8 @@ class WrittenItem:
     """One item that a rank wrote."""
 
     index: MetadataIndex
-    """Name, and the offsets of a chunk."""
     tensor: TensorWriteData | None
-    """Chunk, whole shape and properties of a tensor; None for anything else."""
+    """None for anything but a tensor."""
     storage: StorageInfo
     """Where it lies, with our facts about it (`blocks`)."""
     is_shard: bool
@@ -100,20 +98,17 @@ class Columns:
 
 def item_hash(item: WriteItem) -> int:
     """64 bits of an item's name, kind, shape, dtype and place: the same on all ranks that hold the item."""
-    data = item.tensor_data
+    data, offset = item.tensor_data, item.index.offset
     shape: tuple[object, ...] = ()
     if data is not None:
         shape = (tuple(data.size), tuple(data.chunk.offsets), tuple(data.chunk.sizes), str(data.properties.dtype))
-    offset = None if item.index.offset is None else tuple(item.index.offset)
-    text = repr((item.index.fqn, offset, item.type.name, shape))
+    text = repr((item.index.fqn, None if offset is None else tuple(offset), item.type.name, shape))
     return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "big")
 
 
 def digest_of(held: Iterable[int], attached: Iterable[str] = ()) -> str:
-    """Digest (16 hex digits) of the hashes of what a rank holds: the same on ranks that hold the same.
-
-    Names of attachments count, because no other rank can write what only a dead one has attached.
-    """
+    """Digest (16 hex digits) of the hashes of what a rank holds, and the names of its attachments, which no other rank
+    could write: the same on ranks that hold the same."""
     found = hashlib.blake2b(b"".join(each.to_bytes(8, "big") for each in sorted(held)), digest_size=8)
     for name in sorted(set(attached)):
         found.update(name.encode("utf-8", "surrogatepass") + b"\0")
@@ -155,8 +150,7 @@ def encode(part: Part) -> bytes:
             raise ValueError(f"{item.index.fqn!r} has storage data that a part cannot hold: {min(unknown)}")
         if item.storage.relative_path not in objects:
             raise ValueError(f"{item.index.fqn!r} lies in {item.storage.relative_path!r}, no object of the part")
-        raw_offset, crc = facts.get("raw_offset"), facts.get("crc64nvme")
-        block = facts.get("crc64nvme_block")
+        raw_offset, crc, block = (facts.get(each) for each in ("raw_offset", "crc64nvme", "crc64nvme_block"))
         flags = HAS_RAW_OFFSET * (raw_offset is not None) + HAS_CRC * (crc is not None)
         flags += HAS_BLOCKS * (block is not None) + IS_SHARD * item.is_shard
         crcs.append(facts.get("crc64nvme_blocks") or b"")
@@ -180,24 +174,24 @@ def encode(part: Part) -> bytes:
         paths = [path_code(name, part.paths[name]) if name in part.paths else None for name in names]
     head = {
         "save": part.save, "rank": part.rank, "world_size": part.world_size, "facts": part.facts,
-        "objects": [_entry_fields(each) for each in part.objects], "names": list(names), "paths": paths,
+        "objects": [asdict(each) for each in part.objects], "names": list(names), "paths": paths,
         "properties": list(properties), "shapes": list(shapes), "items": len(numbers),
     }  # fmt: skip
     text = json.dumps(head, separators=(",", ":")).encode("ascii")
-    text += b" " * (-(len(MAGIC) + _HEAD.size + len(text)) % 8)  # what follows is aligned
+    text += b" " * (-(_BEFORE_HEAD + len(text)) % 8)  # what follows is aligned
     columns = (
         np.array(ranges, np.uint64).reshape(-1, 5).T.astype("<u8").tobytes(),
         np.array(numbers, np.uint32).reshape(-1, 9).T.astype("<u4").tobytes(),
     )
-    body = b"".join((MAGIC, _HEAD.pack(len(text)), text, *columns, *crcs))
+    body = b"".join((MAGIC, len(text).to_bytes(4, "little"), text, *columns, *crcs))
     packed = body + crc64nvme(body).to_bytes(8, "big")
     unpack(packed)  # what no other rank would take is found out here
     return packed
 
 
 def path_code(name: str, path: Sequence[str | int]) -> str:
-    """A path as text: the lengths of its elements, where their texts with dots between them are the name (``i`` after
-    that of a number); otherwise JSON."""
+    """A path as text: the lengths of its elements (``i`` after a number's), if joined by dots they are the name;
+    otherwise JSON."""
     if not set(map(type, path)) <= {str, int}:
         raise ValueError(f"the path of {name!r} has other elements than text and numbers")
     if path and ".".join(map(str, path)) == name:
@@ -218,11 +212,6 @@ def path_from(name: str, code: str) -> tuple[str | int, ...]:
     return tuple(found)
 
 
-def _entry_fields(entry: ObjectEntry) -> dict[str, Any]:
-    fields = {"path": entry.path, "size": entry.size, "crc64nvme": entry.crc64nvme}
-    return {**fields, "attachment": entry.attachment} if isinstance(entry, AttachmentEntry) else fields
-
-
 # --- from bytes -----------------------------------------------------------------------------------
 
 
@@ -234,13 +223,12 @@ def unpack(data: bytes) -> Columns:
     """
     if data[: len(MAGIC)] != MAGIC:
         raise ValueError(f"not a part of a save that this dcp_s3 reads ({len(data)} bytes, {data[: len(MAGIC)]!r})")
-    start = len(MAGIC) + _HEAD.size
-    if len(data) < start + 8 or crc64nvme(memoryview(data)[:-8]) != int.from_bytes(data[-8:], "big"):
+    if len(data) < _BEFORE_HEAD + 8 or crc64nvme(memoryview(data)[:-8]) != int.from_bytes(data[-8:], "big"):
         raise ValueError(f"part is truncated or damaged: its {len(data)} bytes do not have its CRC-64/NVME")
     try:
-        (length,) = _HEAD.unpack_from(data, len(MAGIC))
-        head = json.loads(data[start : start + length])
-        body, count = memoryview(data)[start + length : -8], head.pop("items")
+        end = _BEFORE_HEAD + int.from_bytes(data[len(MAGIC) : _BEFORE_HEAD], "little")
+        head = json.loads(data[_BEFORE_HEAD:end])
+        body, count = memoryview(data)[end:-8], head.pop("items")
         found = Columns(
             **{
                 **head,

@@ -30,15 +30,12 @@ from torch.serialization import get_safe_globals, get_unsafe_globals_in_checkpoi
 
 from dcp_s3.errors import CorruptCheckpointError, UnsafeItemError
 from dcp_s3.format.allow_list import (
-    PLAIN,
     Allowed,
     MalformedPickleError,
-    Names,
     Opaque,
     UnsafeGlobalError,
     Value,
     expect,
-    find,
     table,
     unpickle,
 )
@@ -90,12 +87,12 @@ class _Array(Value):
         self.filled = False
 
     def __setstate__(self, state: Any) -> None:
-        expect(not self.filled and type(state) is tuple and len(state) == 5 and state[0] == 1, "numpy.ndarray")
+        expect(not self.filled and type(state) is tuple and len(state) == 5, "numpy.ndarray")
         self.filled = True
-        _, shape, made, in_columns, data = state
-        expect(type(shape) is tuple and len(shape) <= _MAX_DIMENSIONS and type(made) is _Dtype, "numpy.ndarray")
+        version, shape, made, _, data = state
+        kinds = (int, tuple, _Dtype, bool, bytes)
+        expect(tuple(map(type, state)) == kinds and version == 1 and len(shape) <= _MAX_DIMENSIONS, "numpy.ndarray")
         expect(all(type(size) is int and size >= 0 for size in shape), "numpy.ndarray")
-        expect(type(in_columns) is bool and type(data) is bytes, "numpy.ndarray")
         nbytes = made.dtype.itemsize * math.prod(shape)
         if nbytes != len(data) or made.dtype.itemsize * math.prod(size or 1 for size in shape) > _MAX_BYTES:
             raise MalformedPickleError(f"a numpy.ndarray of {nbytes} bytes is made from {len(data)}")
@@ -109,19 +106,11 @@ def _make_scalar(made: _Dtype, data: bytes) -> Any:
     return np.frombuffer(data, made.dtype)[0] if data else made.dtype.type()
 
 
-def _make_date(data: bytes) -> date:
-    expect(len(data) == 4, "datetime.date")
-    return date(int.from_bytes(data[:2], "big"), data[2], data[3])
-
-
-def _make_datetime(data: bytes, zone: timezone | None = None) -> datetime:
-    expect(len(data) == 10, "datetime.datetime")
-    return datetime.combine(_make_date(data[:4]), _make_time(data[4:], zone))
-
-
-def _make_time(data: bytes, zone: timezone | None = None) -> time:
-    expect(len(data) == 6, "datetime.time")
-    return time(data[0], data[1], data[2], int.from_bytes(data[3:], "big"), zone)
+def _make_moment(kind: Any, fields: str, *arguments: Any) -> Any:
+    """A date or time. Its class believes the bytes that it is made from: they must be those of its fields."""
+    made = kind(*arguments)
+    made.replace(**{field: getattr(made, field) for field in fields.split()})  # checks them
+    return made
 
 
 def _make_deque(items: Any = (), length: int | None = None) -> deque[Any]:
@@ -129,31 +118,32 @@ def _make_deque(items: Any = (), length: int | None = None) -> deque[Any]:
     return deque(maxlen=length)
 
 
+_CORES = ("numpy.core.multiarray", "numpy._core.multiarray")  # of numpy 1, of numpy 2
+_DAY, _CLOCK = "year month day", "hour minute second microsecond"
 _NDARRAY = Allowed("numpy.ndarray")
-VALUES: dict[Names, Any] = {
-    ("numpy", "ndarray"): _NDARRAY,
+ITEMS: dict[str, Any] = {
+    **TENSORS,
+    "numpy.ndarray": _NDARRAY,
     **table(
         ("numpy.dtype", _Dtype),
-        *((f"numpy.{core}.multiarray._reconstruct", _Array) for core in ("core", "_core")),  # numpy 1, numpy 2
-        *((f"numpy.{core}.multiarray.scalar", _make_scalar, (_Dtype, bytes)) for core in ("core", "_core")),
+        *((f"{core}._reconstruct", _Array) for core in _CORES),
+        *((f"{core}.scalar", _make_scalar, (_Dtype, bytes)) for core in _CORES),
         ("builtins.range", _Interval),
         ("builtins.slice", _Interval),
         ("collections.Counter", Counter, (), (dict,)),
         ("collections.deque", _make_deque),
-        ("datetime.date", _make_date, (bytes,)),
-        ("datetime.datetime", _make_datetime, (bytes,), (bytes, timezone)),
-        ("datetime.time", _make_time, (bytes,), (bytes, timezone)),
+        ("datetime.date", functools.partial(_make_moment, date, _DAY), (bytes,)),
+        *((f"datetime.{kind.__name__}", functools.partial(_make_moment, kind, fields), (bytes,), (bytes, timezone))
+          for kind, fields in ((datetime, f"{_DAY} {_CLOCK}"), (time, _CLOCK))),
         ("datetime.timedelta", timedelta, (int, int, int)),
         ("datetime.timezone", timezone, (timedelta,), (timedelta, str)),
     ),
-}
+}  # fmt: skip
+"""Stand-ins for the globals of items."""
 
 
 # --- whole items ----------------------------------------------------------------------------------
 
-ITEMS = {**TENSORS, **VALUES}
-"""Stand-ins for the globals of items, beyond those of plain values."""
-_KNOWN = frozenset(f"{module}.{name}" for module, name in (*ITEMS, *PLAIN))
 _MAX_REASON = 300
 
 
@@ -181,23 +171,33 @@ def check_item(stream: io.BytesIO, *, fqn: str, url: str, verified: bool) -> Non
         stream.seek(0)
     if error is None:
         return
-    text = f"{fqn!r} in {url} {_describe(names, error)}. It was not unpickled. "
+    what, remedy = _explain(names, error)
+    text = f"{fqn!r} in {url} {what}. It was not unpickled. "
+    remedy = f"Remedy, if you trust whoever wrote the checkpoint: {remedy}"
     if not names and not verified:
         text += "It was saved without a checksum, and may be damaged: then load an earlier checkpoint. "
-    text += f"Remedy, if you trust whoever wrote the checkpoint: {_remedy(names)}"
-    if not names and not verified:
-        raise CorruptCheckpointError(text, url=url)
-    raise UnsafeItemError(text, url=url, fqn=fqn)
+        raise CorruptCheckpointError(text + remedy, url=url)
+    raise UnsafeItemError(text + remedy, url=url, fqn=fqn)
 
 
-def check_storages(stream: io.BytesIO) -> None:
-    """Check that storages and tensors of torch.save's output lie within what is stored. Any globals are allowed.
+MAX_INSPECTED = 32 * 2**10
+"""Most bytes of an item that a save looks into: it takes 0.1 us for each."""
+_inspected: set[str] = set()
 
-    Raises:
-        BadArchiveError: the archive around the pickle is bad.
-        MalformedPickleError: they do not, or the pickle is damaged or not what torch.save writes.
+
+def warn_of_unsafe_item(fqn: str, stream: io.BytesIO) -> None:
+    """Log a warning if a load of this item will need ``weights_only=False`` or a safe global. The position stays.
+
+    Inspects an item once per process, which takes about 0.1 ms, and none of more than `MAX_INSPECTED` bytes.
     """
-    _unpickle_archive(stream, _find_any)
+    if fqn in _inspected or stream.getbuffer().nbytes > MAX_INSPECTED:
+        return
+    _inspected.add(fqn)
+    position = stream.tell()
+    names, error = _find_refusal(stream, ask_torch=False)
+    stream.seek(position)
+    if error is not None and not isinstance(error, BadArchiveError):
+        logger.warning("%r %s. Loading it will need %s", fqn, *_explain(names, error))
 
 
 def _find_refusal(stream: io.BytesIO, *, ask_torch: bool) -> tuple[list[str], Exception | None]:
@@ -205,8 +205,15 @@ def _find_refusal(stream: io.BytesIO, *, ask_torch: bool) -> tuple[list[str], Ex
 
     The position moves.
     """
+    # What the user allows by ``torch.serialization.add_safe_globals``, by its name in pickles.
+    allowed: dict[str, Any] = {}
+    for each in get_safe_globals():
+        value, name = each if isinstance(each, tuple) else (each, f"{each.__module__}.{each.__qualname__}")
+        # A function's result, or a member of an enumeration, may not be a new value: it has no state to set.
+        is_new = isinstance(value, type) and not issubclass(value, Enum)
+        allowed[name] = Opaque if is_new else Allowed(name, lambda *_: Value())
     try:
-        _unpickle_archive(stream, functools.partial(_find_in_item, _allowed_by_user()))
+        _unpickle_archive(stream, allowed | ITEMS)
     except BadArchiveError as error:
         return [], error
     except (UnsafeGlobalError, MalformedPickleError) as error:
@@ -216,7 +223,7 @@ def _find_refusal(stream: io.BytesIO, *, ask_torch: bool) -> tuple[list[str], Ex
         except Exception:  # noqa: BLE001 - whatever a damaged pickle makes torch raise
             unknown = []
         if unknown:
-            return [name for name in unknown if name not in _KNOWN], error
+            return [name for name in unknown if name not in ITEMS], error
         if ask_torch:  # it allows all of them
             try:
                 check_storages(stream)
@@ -227,41 +234,39 @@ def _find_refusal(stream: io.BytesIO, *, ask_torch: bool) -> tuple[list[str], Ex
     return [], None
 
 
-def _describe(names: Sequence[str], error: Exception) -> str:
+def _explain(names: Sequence[str], error: Exception) -> tuple[str, str]:
+    """What is wrong, and the remedy."""
     if names:
-        return (
+        what = (
             f"names {', '.join(names)}, which is neither in torch's list of what is safe to load nor a type that "
             "dcp_s3 knows: it could run code"
         )
-    # Without torch's paragraphs around it.
-    text = re.sub(r"(?s)^.*WeightsUnpickler error: |^Weights only load failed\..*?\n\n|\n\nCheck the documentation.*$",
-                  "", str(error)).strip()  # fmt: skip
-    return f"is not what torch's weights-only unpickler loads ({type(error).__name__}: {text[:_MAX_REASON]})"
-
-
-def _remedy(names: Sequence[str]) -> str:
-    return (
+    else:
+        # Without torch's paragraphs around it.
+        text = re.sub(
+            r"(?s)^.*WeightsUnpickler error: |^Weights only load failed\..*?\n\n|\n\nCheck the documentation.*$",
+            "",
+            str(error),
+        ).strip()
+        what = f"is not what torch's weights-only unpickler loads ({type(error).__name__}: {text[:_MAX_REASON]})"
+    return what, (
         f"torch.serialization.add_safe_globals([{', '.join(names) or 'Class'}]) before the load, or "
         "S3StorageReader(weights_only=False)"
     )
 
 
-def _find_in_item(allowed: Mapping[str, Any], module: str, name: str) -> Any:
-    found = find((ITEMS,), module, name) or allowed.get(f"{module}.{name}")
-    if found is None:
-        raise UnsafeGlobalError(module, name)
-    return found
+def check_storages(stream: io.BytesIO) -> None:
+    """Check that storages and tensors of torch.save's output lie within what is stored. Any globals are allowed.
+
+    Raises:
+        BadArchiveError: the archive around the pickle is bad.
+        MalformedPickleError: they do not, or the pickle is damaged or not what torch.save writes.
+    """
+    _unpickle_archive(stream, _ANY, _find_any)
 
 
-def _allowed_by_user() -> dict[str, Any]:
-    """Stand-ins for globals of ``torch.serialization.add_safe_globals``, by their names in pickles."""
-    found: dict[str, Any] = {}
-    for each in get_safe_globals():
-        value, name = each if isinstance(each, tuple) else (each, f"{each.__module__}.{each.__qualname__}")
-        # A function's result, or a member of an enumeration, may not be a new value: it has no state to set.
-        is_new = isinstance(value, type) and not issubclass(value, Enum)
-        found[name] = Opaque if is_new else Allowed(name, lambda *_: Value())
-    return found
+# A parameter may wrap any tensor.
+_ANY = TENSORS | UNUSUAL_TENSORS | {"torch._utils._rebuild_parameter": Opaque}
 
 
 class _WithData(Opaque):
@@ -276,21 +281,18 @@ class _WithData(Opaque):
 
 
 def _find_any(module: str, name: str) -> Any:
-    tables = (UNUSUAL_TENSORS,) if name == "_rebuild_parameter" else (UNUSUAL_TENSORS, TENSORS)  # it wraps any tensor
-    found = find(tables, module, name)
-    if found is not None:
-        return found
     sized = module.partition(".")[0] == "torch" and name.endswith(("Tensor", "Storage"))
     return _WithData if sized else Opaque
 
 
-def _unpickle_archive(stream: io.BytesIO, find_global: Callable[[str, str], Any]) -> Any:
-    """Unpickle the stand-in for the value in a torch.save archive. The stream's position moves.
+def _unpickle_archive(
+    stream: io.BytesIO, table: Mapping[str, Any], find_other: Callable[[str, str], Any] | None = None
+) -> Any:
+    """Unpickle the stand-in for the value in a torch.save archive (see `unpickle`). The stream's position moves.
 
     Raises:
         BadArchiveError: it is damaged, or should not be read.
         MalformedPickleError: a storage is larger than what is stored, or the pickle is not what torch.save writes.
-        UnsafeGlobalError: raised by ``find_global``.
     """
     with stream.getbuffer() as data:
         size, signature = data.nbytes, bytes(data[:4])
@@ -318,26 +320,4 @@ def _unpickle_archive(stream: io.BytesIO, find_global: Callable[[str, str], Any]
             raise MalformedPickleError("a storage is larger than what is stored")
         return storage
 
-    return unpickle(io.BytesIO(pickled), find_global, find_storage, protocol=PROTOCOL)
-
-
-# --- when saving ----------------------------------------------------------------------------------
-
-MAX_INSPECTED = 32 * 2**10
-"""Most bytes of an item that a save looks into: it takes 0.1 us for each."""
-_inspected: set[str] = set()
-
-
-def warn_of_unsafe_item(fqn: str, stream: io.BytesIO) -> None:
-    """Log a warning if a load of this item will need ``weights_only=False`` or a safe global. The position stays.
-
-    Inspects an item once per process, which takes about 0.1 ms, and none of more than `MAX_INSPECTED` bytes.
-    """
-    if fqn in _inspected or stream.getbuffer().nbytes > MAX_INSPECTED:
-        return
-    _inspected.add(fqn)
-    position = stream.tell()
-    names, error = _find_refusal(stream, ask_torch=False)
-    stream.seek(position)
-    if error is not None and not isinstance(error, BadArchiveError):
-        logger.warning("%r %s. Loading it will need %s", fqn, _describe(names, error), _remedy(names))
+    return unpickle(io.BytesIO(pickled), table, find_other=find_other, find_outside=find_storage, protocol=PROTOCOL)

@@ -1,8 +1,7 @@
-"""Safetensors files, and how Hugging Face lays a model out in several of them. Pure.
+"""Safetensors files (https://huggingface.co/docs/safetensors), and how Hugging Face lays a model out in several. Pure.
 
 A file is eight bytes (the length of the header, little-endian), the header (JSON: dtype, shape and place of each
-tensor), and the tensors' bytes in row-major order, end to end. https://huggingface.co/docs/safetensors. A model in
-several files has an index, which says in which file each tensor is.
+tensor), and the tensors' bytes end to end. A model in several files has an index, which says where each tensor is.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ class TensorEntry:
 
     name: str
     dtype: torch.dtype
-    """Dtype of the elements in the file."""
+    """In the file."""
     shape: tuple[int, ...]
 
     @property
@@ -63,11 +62,10 @@ class TensorEntry:
 
 
 class PlacedTensor(NamedTuple):
-    """A tensor in a file that was read."""
+    """A tensor in a file that was read, and the byte at which its elements begin."""
 
     entry: TensorEntry
     start: int
-    """Byte of the file at which its elements begin."""
 
 
 @dataclass(frozen=True)
@@ -180,10 +178,20 @@ def parse_header(header: bytes, file_size: int) -> list[PlacedTensor]:
     if not isinstance(found, dict):
         raise SafetensorsError("its header is no JSON object")
     found.pop(_METADATA, None)
-    begin = PREFIX + len(header)
-    places = sorted((_parse_entry(name, entry) for name, entry in found.items()), key=lambda place: place[1:])
-    tensors, end = [], 0
-    for entry, start, stop in places:
+    places: list[tuple[int, int, TensorEntry]] = []
+    for name, described in found.items():
+        try:
+            dtype, shape, (start, stop) = described["dtype"], described["shape"], described["data_offsets"]
+        except (KeyError, TypeError, ValueError):
+            raise SafetensorsError(f"its header does not describe {name!r}") from None
+        numbers = [start, stop, *shape] if isinstance(shape, list) and len(shape) <= _MAX_DIMS else [None]
+        if not all(type(number) is int and 0 <= number < 2**63 for number in numbers):
+            raise SafetensorsError(f"its header gives {name!r} no proper shape or place")
+        if not isinstance(dtype, str) or dtype not in DTYPES:
+            raise SafetensorsError(f"{name!r} has the dtype {dtype!r}, which torch does not have")
+        places.append((start, stop, TensorEntry(name, DTYPES[dtype], tuple(shape))))
+    begin, end, tensors = PREFIX + len(header), 0, []
+    for start, stop, entry in sorted(places, key=lambda place: place[:2]):
         if start != end or stop - start != entry.nbytes:
             raise SafetensorsError(
                 f"{entry.name!r} of {entry.nbytes} bytes lies at {start} to {stop}, expected from {end}"
@@ -202,19 +210,6 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) < len(pairs):
         raise ValueError("a name is there twice")
     return found
-
-
-def _parse_entry(name: str, entry: Any) -> tuple[TensorEntry, int, int]:
-    try:
-        dtype, shape, (start, stop) = entry["dtype"], entry["shape"], entry["data_offsets"]
-    except (KeyError, TypeError, ValueError):
-        raise SafetensorsError(f"its header does not describe {name!r}") from None
-    numbers = [start, stop, *shape] if isinstance(shape, list) and len(shape) <= _MAX_DIMS else [None]
-    if not all(type(number) is int and 0 <= number < 2**63 for number in numbers):
-        raise SafetensorsError(f"its header gives {name!r} no proper shape or place")
-    if not isinstance(dtype, str) or dtype not in DTYPES:
-        raise SafetensorsError(f"{name!r} has the dtype {dtype!r}, which torch does not have")
-    return TensorEntry(name, DTYPES[dtype], tuple(shape)), start, stop
 
 
 def parse_index(data: bytes) -> Mapping[str, str]:

@@ -1,5 +1,5 @@
-"""The contents of a checkpoint according to its metadata: objects, entries, chunks, and whether it agrees with itself,
-which tells damage where there is no checksum. Pure, and imported without torch."""
+"""The contents of a checkpoint according to its metadata, and whether it agrees with itself, which tells damage where
+there is no checksum. Pure, and imported without torch."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import itertools
 import math
 import reprlib
 from bisect import bisect_right, insort
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -52,18 +53,16 @@ def saved_entries(metadata: Metadata) -> list[SavedEntry]:
     """The entries that the metadata describes, in their saved order."""
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-    sizes: dict[str, int] = {}
-    counts: dict[str, int] = {}
+    sizes, counts = Counter[str](), Counter[str]()
     for index, info in (metadata.storage_data or {}).items():
-        sizes[index.fqn] = sizes.get(index.fqn, 0) + info.length
-        counts[index.fqn] = counts.get(index.fqn, 0) + 1
+        sizes[index.fqn] += info.length
+        counts[index.fqn] += 1
     found = []
     for fqn, saved in metadata.state_dict_metadata.items():
-        tensor = saved if isinstance(saved, TensorStorageMetadata) else None
-        dtype = None if tensor is None else str(tensor.properties.dtype).removeprefix("torch.")
-        shape = None if tensor is None else tuple(tensor.size)
-        kind = "bytes" if tensor is None else "tensor"
-        found.append(SavedEntry(fqn, kind, dtype, shape, counts.get(fqn, 0), sizes.get(fqn, 0)))
+        kind, dtype, shape = "bytes", None, None
+        if isinstance(saved, TensorStorageMetadata):
+            kind, dtype, shape = "tensor", str(saved.properties.dtype).removeprefix("torch."), tuple(saved.size)
+        found.append(SavedEntry(fqn, kind, dtype, shape, counts[fqn], sizes[fqn]))
     return found
 
 
@@ -89,12 +88,8 @@ def find_chunk(saved: TensorStorageMetadata, index: MetadataIndex) -> ChunkStora
 
 
 def find_contradiction(metadata: Metadata, *, filled: bool = True) -> str | None:
-    """Where metadata contradicts itself; None: nowhere.
-
-    The chunks of each tensor must fill it, each element once; each chunk and each object must lie somewhere, each
-    somewhere else, and raw bytes must be as many as the chunk has. The fields have been checked one by one. Chunks need
-    not fill their tensor if not ``filled``.
-    """
+    """Where metadata, whose fields are possible, contradicts itself (see `find_flaws`), or has items at the same bytes;
+    None: nowhere. Chunks need not fill their tensor if not ``filled``."""
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
     storage = metadata.storage_data
@@ -102,10 +97,10 @@ def find_contradiction(metadata: Metadata, *, filled: bool = True) -> str | None
         return None  # without places of items: others say so
     for fqn, what in find_flaws(metadata, filled=filled):
         return f"{reprlib.repr(fqn)} {what}"
-    count = 0
-    for saved in metadata.state_dict_metadata.values():
-        tensor = saved if isinstance(saved, TensorStorageMetadata) else None
-        count += 1 if tensor is None else len({each.offsets for each in tensor.chunks})
+    count = sum(
+        len({each.offsets for each in saved.chunks}) if isinstance(saved, TensorStorageMetadata) else 1
+        for saved in metadata.state_dict_metadata.values()
+    )
     if count != len(storage):
         return f"it places {len(storage)} items, and describes {count}"
     places = sorted((each.relative_path, each.offset, each.length, index.fqn) for index, each in storage.items())
@@ -148,14 +143,10 @@ def find_flaw(shape: Shape, boxes: Sequence[tuple[Shape, Shape]], *, filled: boo
     volume, expected = sum(math.prod(sizes) for _, sizes in boxes), math.prod(shape)
     if volume > expected or (filled and volume < expected):
         return f"has {expected} elements, its chunks have {volume}"
-    pair = _find_overlap(boxes) if len(boxes) > 1 else None
-    return None if pair is None else "has chunks that overlap: " + " and ".join(box_text(*box) for box in pair)
-
-
-def _find_overlap(boxes: Sequence[tuple[Shape, Shape]]) -> list[tuple[Shape, Shape]] | None:
-    """Two boxes (offsets, sizes) that overlap, by a sweep along the dimension with the most offsets."""
-    dims = len(boxes[0][0])
-    dim = max(range(dims), key=lambda each: len({offsets[each] for offsets, _ in boxes}))
+    if len(boxes) < 2:
+        return None
+    # Boxes that overlap, by a sweep along the dimension with the most offsets.
+    dim = max(range(len(shape)), key=lambda each: len({offsets[each] for offsets, _ in boxes}))
     active: list[tuple[int, int]] = []
     for number in sorted(range(len(boxes)), key=lambda each: (boxes[each][0][dim], *boxes[each][0])):
         offsets, sizes = boxes[number]
@@ -163,7 +154,8 @@ def _find_overlap(boxes: Sequence[tuple[Shape, Shape]]) -> list[tuple[Shape, Sha
         for _, other in active:
             places = zip(offsets, sizes, *boxes[other], strict=True)
             if all(at < begin + count and begin < at + size for at, size, begin, count in places):
-                return [boxes[each] for each in sorted((number, other))]
+                pair = sorted((number, other))
+                return "has chunks that overlap: " + " and ".join(box_text(*boxes[each]) for each in pair)
         insort(active, (offsets[dim] + sizes[dim], number))
     return None
 

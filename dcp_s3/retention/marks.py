@@ -54,7 +54,7 @@ def annotate(
     of = info.save_id or info.etag or ""
     while True:
         etag, before = read_added(store, where)
-        added = AddedMetrics(of, {**(before.metrics if before.of == of else {}), **metrics})
+        added = AddedMetrics(of, {**(before.metrics if before.save_id == of else {}), **metrics})
         try:
             store.put(where.key(METRICS), added.to_json(), expect=Expect(etag or ""))
             return dict(added.metrics)

@@ -17,7 +17,7 @@ from typing import Any
 
 from dcp_s3 import errors
 from dcp_s3.limit import Cancelled, Progress
-from dcp_s3.memory import Piece, combine_crc64nvme, crc_of, encode_crc, views_of
+from dcp_s3.memory import Piece, combine_crc64nvme, crc_of, encode_crc
 from dcp_s3.s3 import multipart
 from dcp_s3.s3.body import GatherBody
 from dcp_s3.s3.bucket import Bucket, creation_arguments, request_with_checksum
@@ -212,7 +212,8 @@ class Uploader(Batch):
         """Send a part, or the whole object if there is no multipart upload. The memory of the pieces is released."""
         store, key, size = upload.store, upload.key, sum(piece.size for piece in pieces)
         settings, patience, started = store.settings, store.limit.patience if self.isolated else None, time.monotonic()
-        body = GatherBody(views_of(pieces), patience=patience, moved=self.tuning.moved)
+        views = [piece.view for piece in pieces if piece.view is not None]
+        body = GatherBody(views, patience=patience, moved=self.tuning.moved)
         try:
             if upload.cancel.is_set():
                 raise Cancelled

@@ -31,7 +31,7 @@ from dcp_s3.format.control_files import ObjectEntry
 from dcp_s3.format.layout import data_object
 from dcp_s3.format.safe_items import warn_of_unsafe_item
 from dcp_s3.limit import Cancelled, Deadline
-from dcp_s3.memory import Piece, copy_to_host, crc_hex, crc_of, is_plain, iterate_bytes, sent_pieces, view_bytes
+from dcp_s3.memory import Piece, copy_to_host, crc_hex, crc_of, is_plain, iterate_bytes, view_bytes
 from dcp_s3.save.plan import OBJECTS_PER_RANK, CopiedItems, WriteBucket
 from dcp_s3.save.split import Rows, stored_index
 from dcp_s3.stage.memory import BufferPool
@@ -313,7 +313,7 @@ class ObjectPieces:
         for each in self._written:
             item_crc = blocks = None
             if crc is not None:
-                sent = sent_pieces(each.pieces)
+                sent = [part for piece in each.pieces for part in piece.parts or (piece,)]
                 item_crc = crc_of(sent)
                 if each.block is not None:
                     beginnings = [(piece.size, piece.crc or 0, piece.cuts, piece.marks) for piece in sent]

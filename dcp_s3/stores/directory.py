@@ -13,7 +13,7 @@ from typing import BinaryIO
 
 from dcp_s3 import errors
 from dcp_s3.limit import UNLIMITED, Limit
-from dcp_s3.memory import Piece, combine_crc64nvme, crc64nvme, crc_hex, targets_of, views_of
+from dcp_s3.memory import Piece, combine_crc64nvme, crc64nvme, crc_hex, targets_of
 from dcp_s3.store import (
     DeleteTarget,
     Expect,
@@ -164,8 +164,8 @@ class DirectoryStore(Store):
                     for piece in pieces:
                         self.limit.check(f"put of {key}")
                         sent.append((piece.checksum(), piece.size))
-                        for view in views_of([piece]):
-                            file.write(view)
+                        if piece.view is not None:
+                            file.write(piece.view)
                         piece.view = None
                     file.flush()
                     os.fsync(file.fileno())

@@ -204,7 +204,7 @@ def test_what_could_not_be_read_back_is_not_committed(monkeypatch: pytest.Monkey
         if why == "another tensor":
             patch.setattr(torch, "load", another_tensor)
         else:
-            patch.delitem(allow_list.METADATA, ("torch.distributed.checkpoint.metadata", "TensorProperties"))
+            patch.delitem(allow_list.METADATA, "torch.distributed.checkpoint.metadata.TensorProperties")
         for _ in range(2):
             with pytest.raises(errors.SaveProtocolError, match=why):
                 check({"a": torch.zeros(3, dtype=torch.int16), "step": 2})

@@ -169,9 +169,9 @@ def test_mutated_items(data: bytes) -> None:
     with contextlib.suppress(*REFUSED):
         check_item(found, fqn="x", url=hostile.URL, verified=True)
         # It was taken: then torch takes it, too, and so does a planner (where there is the device that it names).
-        torch.load(found, map_location="cpu", weights_only=True)
-        found.seek(0)
-        torch.load(found, map_location="cpu", weights_only=False)
+        for weights_only in (True, False):
+            torch.load(found, map_location="cpu", weights_only=weights_only)
+            found.seek(0)
     assert not hostile.was_tripped()
 
 
@@ -181,17 +181,6 @@ def test_mutated_tensors(data: bytes) -> None:
     with contextlib.suppress(errors.CorruptCheckpointError):
         assert decode_tensor(data).shape == (2, 2)
     assert not hostile.was_tripped()
-
-
-def test_what_the_user_has_not_allowed_is_not_called() -> None:
-    trip = call("tests.hostile", "trip")
-    for opcodes in (
-        b"(" + call("datetime", "timedelta", b"K\x01", b"K\x02", b"K\x03") + trip + b"t",
-        call("collections", "defaultdict", name("tests.hostile", "trip")),
-        call("collections", "deque") + trip + b"a",
-    ):
-        with pytest.raises(errors.UnsafeItemError, match="trip"):
-            decode_item(archive(stream(opcodes)))
 
 
 _BEGIN = call("datetime", "timedelta", b"K\x01", b"K\x02", b"K\x03")

@@ -29,31 +29,19 @@ _maybe_rank = st.one_of(st.none(), _ranks)
 _names = st.one_of(
     st.builds(lambda r, n, x: (layout.data_object(r, n, x), Kind(What.DATA, r, n, x)), _ranks, _ranks, _hex),
     st.builds(
-        lambda r, x, digits: (
-            layout.spread(layout.data_object(r, 1, x), digits),
-            Kind(What.DATA, r, 1, x, spread=digits),
-        ),
+        lambda r, x, d: (layout.spread(layout.data_object(r, 1, x), d), Kind(What.DATA, r, 1, x, spread=d)),
         _ranks, _hex, st.integers(1, 4),
     ),
     st.builds(lambda r: (layout.metadata_object(r), Kind(What.COMMIT, r)), _maybe_rank),
     st.builds(lambda x, r: (layout.manifest_object(x, r), Kind(What.MANIFEST, r, save_id=x)), _hex, _maybe_rank),
-    st.builds(
-        lambda x, s: (layout.lease_object(x, s), Kind(What.LEASE, seconds=s)), _hex, st.integers(0, 999_999_999)
-    ),
-    st.builds(
-        lambda x, y: (layout.deletion_object(x, y), Kind(What.DELETION, deletion=x, attempt=y)), _hex, _hex
-    ),
+    st.builds(lambda x, s: (layout.lease_object(x, s), Kind(What.LEASE, seconds=s)), _hex, st.integers(0, 999_999_999)),
+    st.builds(lambda x, y: (layout.deletion_object(x, y), Kind(What.DELETION, deletion=x, attempt=y)), _hex, _hex),
     st.builds(
         lambda x, kind, r: (layout.joint_object(x, kind, r), Kind(What.COORDINATION, save_id=x)),
         _hex, st.sampled_from(["intent", "part", "roll", "merged"]), _ranks,
     ),
-    st.sampled_from(
-        [
-            (layout.METRICS, Kind(What.METRICS)),
-            (layout.PIN, Kind(What.PIN)),
-            (layout.CLAIM, Kind(What.COORDINATION)),
-        ]
-    ),
+    st.sampled_from([(layout.METRICS, Kind(What.METRICS)), (layout.PIN, Kind(What.PIN)),
+                     (layout.CLAIM, Kind(What.COORDINATION))]),
 )  # fmt: skip
 
 
@@ -64,11 +52,6 @@ def test_every_name_that_is_made_is_told_for_what_it_is(made: tuple[str, Kind]) 
 
 
 def _make(kind: Kind) -> str | None:
-    if kind.what is What.DATA and kind.rank is not None and kind.number is not None and kind.nonce:
-        name = layout.data_object(kind.rank, kind.number, kind.nonce)
-        return layout.spread(name, kind.spread) if kind.spread else name
-    if kind.what is What.COORDINATION and not kind.save_id:
-        return layout.CLAIM
     made = {
         What.COMMIT: layout.metadata_object(kind.rank),
         What.MANIFEST: layout.manifest_object(kind.save_id, kind.rank),
@@ -76,6 +59,11 @@ def _make(kind: Kind) -> str | None:
         What.PIN: layout.PIN,
         What.DELETION: layout.deletion_object(kind.deletion, kind.attempt),
     }
+    if kind.rank is not None and kind.number is not None and kind.nonce:
+        name = layout.data_object(kind.rank, kind.number, kind.nonce)
+        made[What.DATA] = layout.spread(name, kind.spread) if kind.spread else name
+    if not kind.save_id:
+        made[What.COORDINATION] = layout.CLAIM
     return made.get(kind.what)
 
 
@@ -149,16 +137,9 @@ def test_step_of_a_name() -> None:
 
 
 MANIFEST = Manifest(
-    save_id="ab12",
-    created_at=1e9,
-    step=5,
-    world_size=2,
-    objects=(ObjectEntry("__0_0-x.distcp", 10, "00ff"), ObjectEntry("__1_0-x.distcp", 5)),
-    items=3,
+    "ab12", 1e9, 5, 2, (ObjectEntry("__0_0-x.distcp", 10, "00ff"), ObjectEntry("__1_0-x.distcp", 5)), 3,
     metrics={"val_loss": 1.5},
-)
-
-
+)  # fmt: skip
 _VALUES = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**63), 2**63 - 1) | st.floats(allow_nan=False, allow_infinity=False)
     | st.text(st.characters(exclude_categories=["Cs"]), max_size=20),
@@ -175,24 +156,17 @@ def test_what_is_read_back_equals_what_was_given(extra: dict[str, Any]) -> None:
 
 _SELF: dict[str, Any] = {}
 _SELF["me"] = _SELF
+REFUSED: list[tuple[Any, str]] = [
+    ({"weights": [1, torch.ones(2)]}, "Tensor"), ({"loss": math.nan}, "Out of range float"),
+    ({"betas": (0.9, 0.95)}, "betas"), ({"seen": {1, 2}}, "set"), ({"a": {3: 1}}, "3"), ([1], r"\[1\]"),
+    (_SELF, "Circular"), ({"long": "x" * MAX_EXTRA_BYTES}, "at most 65536"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("extra", "message"),
-    [
-        ({"weights": [1, torch.ones(2)]}, "Tensor"),
-        ({"loss": math.nan}, "Out of range float"),
-        ({"betas": (0.9, 0.95)}, "betas"),
-        ({"seen": {1, 2}}, "set"),
-        ({"a": {3: 1}}, "3"),
-        ([1], r"\[1\]"),
-        (_SELF, "Circular"),
-        ({"long": "x" * MAX_EXTRA_BYTES}, "at most 65536"),
-    ],
-)
-def test_what_json_does_not_have_or_what_is_large_is_refused(extra: Any, message: str) -> None:
-    with pytest.raises(SettingsError, match=rf"extra .*{message}.*Remedy"):
-        check_extra(extra)
+def test_what_json_does_not_have_or_what_is_large_is_refused() -> None:
+    for extra, message in REFUSED:
+        with pytest.raises(SettingsError, match=rf"extra .*{message}.*Remedy"):
+            check_extra(extra)
 
 
 def test_manifests_without_it_and_with_later_fields_are_read() -> None:
