@@ -24,7 +24,6 @@ import torch
 from dcp_s3.errors import StagingError
 from dcp_s3.memory import view_bytes
 from dcp_s3.stage import memory
-from dcp_s3.stage.handover import map_shared
 from dcp_s3.stage.memory import ALIGNMENT, BufferPool, HostBuffer, Kind, Slot, measure_available
 from tests.s3.waiting import until
 from tests.stage.making import MIB, PATIENCE, buffers_of, generations_in_use, make_pool, no_collector
@@ -61,7 +60,7 @@ def test_memory_can_be_written_and_read(buffer: HostBuffer) -> None:
     assert state.st_size == buffer.size
     assert state.st_blocks * 512 >= buffer.size, "space is reserved"
     assert not os.get_inheritable(buffer.fd)
-    mapped = map_shared(os.dup(buffer.fd), buffer.size)
+    mapped = mmap.mmap(buffer.fd, buffer.size)
     buffer.lease()[PAGE] = 42
     assert mapped[PAGE] == 42, "another mapping shows the same"
 
@@ -162,9 +161,7 @@ def test_memory_that_cannot_be_pinned_says_so_once(
     monkeypatch.setattr(memory.torch_private, "pin_memory", refuse)
     pool = BufferPool(limit=None, spill_dir=None)
     for _ in range(3):
-        slot = pool.acquire_at_once(PAGE, pin=True)
-        assert slot is not None
-        del slot
+        assert len(pool.acquire([PAGE], pin=True, wait=False)) == 1
     assert caplog.text.count("stays unpinned: no more") == 1
 
 
@@ -283,14 +280,12 @@ def test_close_frees_what_is_free_ends_waits_and_leaves_what_is_in_use() -> None
 def test_what_does_not_wait_gets_nothing_while_all_is_in_use() -> None:
     """As for tensors on a device: a block is used again when nothing refers to its bytes."""
     pool = make_pool(generations=1)
-    first = pool.acquire_at_once(MIB, pin=False)
-    assert first is not None
+    [first] = pool.acquire([MIB], wait=False)
     part, where = torch.frombuffer(first.lease, dtype=torch.uint8)[100:200], first.address
     del first
-    assert pool.acquire_at_once(MIB, pin=False) is None
+    assert pool.acquire([MIB], wait=False) == []
     del part
-    second = pool.acquire_at_once(MIB, pin=False)
-    assert second is not None
+    [second] = pool.acquire([MIB], wait=False)
     assert second.address == where
 
 
