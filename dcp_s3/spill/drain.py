@@ -38,7 +38,7 @@ from dcp_s3.memory import Piece, crc_hex
 from dcp_s3.process import reset_in_child
 from dcp_s3.s3.store import store_of
 from dcp_s3.settings import stored_settings
-from dcp_s3.spill.journal import SpilledCommit, SpilledObject, State
+from dcp_s3.spill.journal import JournalError, SpilledCommit, SpilledObject, State
 from dcp_s3.spill.store import DamagedFileError, SpilledSave, SpillStore, crc_of_file, read_journal
 from dcp_s3.store import Store
 from dcp_s3.units import format_seconds, format_size
@@ -180,10 +180,13 @@ class Drainer:
             else:
                 check_absent(store, identity)
             missing = list_directory(store, url).lacking({each.path: each.size for each in commit.objects}, exact=True)
-            refused = self.store.refused_objects(str(url)) if missing else {}
-            for path in missing:
-                if path in refused:
-                    raise DamagedFileError(f"it can never be complete: {path} was set aside because {refused[path]}")
+            for refused in self.store.list_refused() if missing else ():
+                with contextlib.suppress(OSError, JournalError):
+                    journal = read_journal(refused.path)
+                    paths = {each.entry.path for each in journal.objects if journal.url == str(url)}
+                    if lost := paths.intersection(missing):
+                        why = f"{min(lost)} was set aside because {refused.reason}"
+                        raise DamagedFileError(f"it can never be complete: {why}")
             if missing:
                 return (
                     f"{len(missing)} of {len(commit.objects)} objects are not on S3 yet, the first {missing[0]}; they "

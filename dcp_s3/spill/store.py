@@ -252,16 +252,6 @@ class SpillStore:
             found.append(RefusedSave(path, reason.read_text().strip() if reason.exists() else "unknown"))
         return found
 
-    def refused_objects(self, url: str) -> dict[str, str]:
-        """The checkpoint's objects that were set aside: path to reason."""
-        found: dict[str, str] = {}
-        for refused in self.list_refused():
-            with contextlib.suppress(OSError, JournalError):
-                journal = read_journal(refused.path)
-                if journal.url == url:
-                    found |= {spilled.entry.path: refused.reason for spilled in journal.objects}
-        return found
-
     def size(self) -> int:
         """Bytes of all files of saves."""
         total = 0

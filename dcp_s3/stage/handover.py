@@ -60,7 +60,7 @@ class AsyncSave:
 
     def __init__(self, *, sent: bool = False) -> None:
         self.has_ended = False
-        """Set without a lock: by the garbage collector, too, in any thread at any place, even one that waits for it."""
+        """Set without a lock: by the garbage collector, too, in any thread at any place."""
         self.stall_seconds: float | None = None
         """Seconds for which the training waited in `stage`; None: not known."""
         self.error: BaseException | None = None
@@ -93,20 +93,6 @@ class AsyncSave:
         with contextlib.suppress(ValueError):
             _saves.remove(self)
 
-    def finish(self) -> None:
-        """The save has ended: whoever keeps its future or its error does not keep its memory."""
-        try:
-            tell, self.if_unfinished = self.if_unfinished, None
-            if tell is not None:
-                tell()
-            if self.error is not None:
-                without_tracebacks(self.error)
-                self.error = None
-            if (state := self._state()) is not None:
-                state.release()
-        finally:
-            self.end()
-
 
 class _Running:
     """The save of a thread. It goes when the thread ends, or begins another save."""
@@ -115,8 +101,21 @@ class _Running:
         self.save = save
 
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
-        if not is_finalizing():  # when modules may have lost their names already
-            self.save.finish()
+        if is_finalizing():  # modules may have lost their names already
+            return
+        # The save has ended: whoever keeps its future or its error does not keep its memory.
+        save = self.save
+        try:
+            tell, save.if_unfinished = save.if_unfinished, None
+            if tell is not None:
+                tell()
+            if save.error is not None:
+                without_tracebacks(save.error)
+                save.error = None
+            if (state := save._state()) is not None:
+                state.release()
+        finally:
+            save.end()
 
 
 _thread: Any = threading.local()

@@ -55,7 +55,7 @@ class HostBuffer:
         self.size, self.kind = size, kind
         self.fd = -1
         """File descriptor of memory that is not private."""
-        self._is_pinned = self._is_refused = False
+        self._is_pinned: bool | None = None  # None: not tried. It is used many times, and each would cost a warning
         where = {"private": "in memory", "shared": "in shared memory", "file": f"in the spill directory {directory!r}"}
         try:
             if kind == "private":
@@ -82,15 +82,13 @@ class HostBuffer:
 
     def pin(self) -> None:
         """Register the memory with CUDA, so that copies from a GPU do not block. Without it they are only slower."""
-        if self._is_pinned or self._is_refused or self.kind == "file":
-            return
-        try:
-            torch_private.pin_memory(self.address, self.size)
-        except RuntimeError as error:
-            self._is_refused = True  # it is used many times, and each would cost a warning
-            logger.warning("%s of staging memory stays unpinned: %s", format_size(self.size), str(error))
-        else:
-            self._is_pinned = True
+        if self._is_pinned is None and self.kind != "file":
+            try:
+                torch_private.pin_memory(self.address, self.size)
+                self._is_pinned = True
+            except RuntimeError as error:
+                self._is_pinned = False
+                logger.warning("%s of staging memory stays unpinned: %s", format_size(self.size), str(error))
 
     def lease(self) -> memoryview:
         """A view of the whole memory. Tensors made from it by `torch.frombuffer`, and all views of them, keep it alive.

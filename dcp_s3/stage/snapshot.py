@@ -171,7 +171,8 @@ class Snapshot:
         if known is not None:
             return known
         if isinstance(value, (dict, list)):
-            copied: Any = kind() if kind in (dict, list) else _shallow_copy(value)
+            copied: Any = copy.copy(value)  # for the attributes of a subclass
+            copied.clear()
             self._memo[id(value)] = copied
             if isinstance(value, list):
                 copied += [None] * len(value)
@@ -287,13 +288,6 @@ def _region(tensor: torch.Tensor) -> tuple[_Region, int]:
     reach = size * (1 + sum(int(length - 1) * int(stride) for length, stride in steps))
     is_sparse = 8 * nbytes < 7 * reach  # such as columns of a tensor whose others are saved, too
     return _Region([], start, nbytes if is_sparse else reach, gathered=is_sparse), start + reach
-
-
-def _shallow_copy(value: Any) -> Any:
-    """An empty container like ``value``, with its attributes."""
-    copied = copy.copy(value)
-    copied.clear()
-    return copied
 
 
 def _run_copies(copies: Sequence[_MemoryCopy]) -> None:
