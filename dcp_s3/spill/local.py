@@ -6,14 +6,13 @@ import contextlib
 import logging
 import threading
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import NamedTuple
 
 from dcp_s3.errors import ObjectNotFoundError, StorageError
 from dcp_s3.memory import targets_of
 from dcp_s3.settings import Settings
-from dcp_s3.spill.journal import Journal, State
-from dcp_s3.spill.store import DamagedFileError, SpillStore, open_store
+from dcp_s3.spill.journal import Journal, SpilledObject, State
+from dcp_s3.spill.store import DamagedFileError, SpilledSave, SpillStore, open_store
 from dcp_s3.store import Into, Moved, ReadWidth, Store
 from dcp_s3.stores.directory import DirectoryStore
 from dcp_s3.stores.wrapper import StoreWrapper
@@ -22,23 +21,10 @@ from dcp_s3.url import CheckpointURL
 logger = logging.getLogger(__name__)
 
 
-class LocalObject(NamedTuple):
-    """A file with the bytes of a data object."""
-
-    file: Path
-    url: str
-    path: str
-    """Path of the object, relative to the checkpoint."""
-    size: int
-    crc64nvme: str
-
-
-def find_waiting(store: SpillStore) -> Iterator[LocalObject]:
-    """The objects that wait for S3. Nothing is changed."""
+def find_waiting(store: SpillStore) -> Iterator[tuple[SpilledSave, SpilledObject]]:
+    """The objects that wait for S3, in the directories of their saves. Nothing is changed."""
     for save in store.scan():
-        for spilled in save.journal.objects:
-            entry = spilled.entry
-            yield LocalObject(save.path / spilled.file, save.journal.url, entry.path, entry.size, spilled.crc64nvme)
+        yield from ((save, spilled) for spilled in save.journal.objects)
 
 
 class WaitingCommit(NamedTuple):
@@ -70,7 +56,11 @@ class LocalObjects(StoreWrapper):
     def __init__(self, store: Store, spill: SpillStore, url: CheckpointURL) -> None:
         super().__init__(store)
         self._lock = threading.Lock()  # held while a file is checked: others wait, which only costs time
-        self._files = {url.key(each.path): each for each in find_waiting(spill) if each.url == str(url)}
+        self._files = {
+            url.key(spilled.entry.path): (save.path, spilled)
+            for save, spilled in find_waiting(spill)
+            if save.journal.url == str(url)
+        }
         self._right: set[str] = set()  # keys whose files were checked
         self._sizes: list[int] = []  # of what was read from files
 
@@ -84,18 +74,19 @@ class LocalObjects(StoreWrapper):
         self.limit.check(f"read of {key}")
         local = self._files.get(key) if etag is None else None
         if local is not None:
-            directory, name = DirectoryStore(local.file.parent).within(self.limit), local.file.name
+            path, spilled = local
+            directory = DirectoryStore(path).within(self.limit)
             try:
                 with self._lock:
                     if key not in self._right:
-                        found = directory.head(name, checksum=True)
-                        if (found.size, found.crc64nvme) != (local.size, local.crc64nvme):
+                        found = directory.head(spilled.file, checksum=True)
+                        if (found.size, found.crc64nvme) != (spilled.entry.size, spilled.crc64nvme):
                             raise DamagedFileError("it is damaged")
                         self._right.add(key)
-                directory.read(name, start, targets)
+                directory.read(spilled.file, start, targets)
             except (StorageError, DamagedFileError) as error:
                 if not isinstance(error, ObjectNotFoundError):  # it was not drained
-                    logger.warning("%s comes from S3, not from %s: %s", key, local.file, error)
+                    logger.warning("%s comes from S3, not from %s: %s", key, path / spilled.file, error)
                 self.distrust(key)
                 for target in targets:
                     target.start_again()
