@@ -230,19 +230,21 @@ def test_a_tensor_has_not_changed_if_its_bytes_have_not(size: int) -> None:
         assert not unchanged(tensor, other)
 
 
+_ZEROS = torch.zeros(8)
+
+
 @pytest.mark.parametrize(
-    "after",
-    [torch.zeros(8, dtype=torch.int32), torch.zeros(4, 2), torch.zeros(9), torch.zeros(8).to_sparse()],
-    ids=["dtype", "shape", "size", "sparse"],
-)
-def test_another_dtype_shape_or_layout_is_a_change(after: Any) -> None:
-    assert not unchanged(torch.zeros(8), after)
-
-
-@pytest.mark.parametrize("planned", [torch.zeros(8, dtype=torch.bfloat16), torch.zeros(4, 2)], ids=["dtype", "shape"])
-def test_what_is_planned_as_something_else_than_it_is_has_changed(planned: torch.Tensor) -> None:
-    """Its item is no raw bytes of what the metadata say."""
-    assert not unchanged(torch.zeros(8), torch.zeros(8), planned)
+    ("after", "planned"),
+    [
+        (torch.zeros(8, dtype=torch.int32), _ZEROS), (torch.zeros(4, 2), _ZEROS), (torch.zeros(9), _ZEROS),
+        (_ZEROS.to_sparse(), _ZEROS),
+        # Its item is no raw bytes of what the metadata say.
+        (_ZEROS, torch.zeros(8, dtype=torch.bfloat16)), (_ZEROS, torch.zeros(4, 2)),
+    ],
+    ids=["dtype", "shape", "size", "sparse", "planned dtype", "planned shape"],
+)  # fmt: skip
+def test_another_dtype_shape_or_layout_is_a_change(after: Any, planned: torch.Tensor) -> None:
+    assert not unchanged(_ZEROS, after, planned)
 
 
 def test_strided_and_conjugated_tensors_are_compared_by_what_is_saved_of_them() -> None:
