@@ -181,12 +181,8 @@ def plan_changes(
     max_buckets: int,
     min_bucket_size: int,
 ) -> list[WriteBucket]:
-    """Distribute a rank's items over objects: those that S3 makes of the unchanged ones, and those that are sent.
-
-    Args:
-        unchanged: indices of items that are in ``saved``, as they are.
-        max_buckets, min_bucket_size: see `plan_buckets`.
-    """
+    """Distribute a rank's items over objects: those that S3 makes of the ``unchanged`` ones, which are in ``saved`` as
+    they are, and those that are sent, see `plan_buckets`."""
     same = [item for item in items if stored_index(item) in unchanged]
     copied = _plan_copies(same, saved)
     done = {stored_index(item) for bucket in copied for item in bucket.items}

@@ -99,9 +99,6 @@ def check_shards(plans: Sequence[SavePlan], *, filled: bool) -> None:
 
     torch's planner takes the shape of the first shard for that of the tensor. It finds boxes outside of that, overlaps
     and holes, but not shards of another shape that fill the first one's; of one rank alone it asks nothing.
-
-    Raises:
-        ShardingError: a tensor has another shape on another rank, or a part of it is in no shard.
     """
     known: dict[str, tuple[torch.Size, int]] = {}
     saved: Counter[str] = Counter()

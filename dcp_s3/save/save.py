@@ -191,12 +191,8 @@ class Save:
     # --- what it tells --------------------------------------------------------------------------------
 
     def is_committed(self) -> bool:
-        """Whether the save is committed on S3. For a rank that wrote nothing: whether any checkpoint is there.
-
-        Raises:
-            CheckpointError: a save that began later has replaced it.
-            StorageError: S3 refuses the request.
-        """
+        """Whether the save is committed on S3; for a rank that wrote nothing, whether any checkpoint is there. A
+        CheckpointError if a save that began later has replaced it."""
         if self._an_object is None:
             return self._s3.exists(self._identity.metadata_key)
         state = find_state(self._s3, self._identity, path=self._an_object, started_at=self._beginning.at)

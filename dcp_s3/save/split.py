@@ -140,11 +140,8 @@ def _cut(items: Sequence[WriteItem], shares: Sequence[tuple[int, float]]) -> Ite
 def with_rows(
     entries: Mapping[str, STORAGE_TYPES], rows: Iterable[tuple[str, ChunkStorageMetadata | None]]
 ) -> dict[str, STORAGE_TYPES]:
-    """The metadata of a state's entries with the rows that were written in place of the chunks that they were cut from.
-
-    Raises:
-        SaveProtocolError: the rows are not all of these chunks.
-    """
+    """The metadata of a state's entries with the rows that were written in place of the chunks that they were cut from,
+    all of which they must be (SaveProtocolError)."""
     parts: dict[str, list[ChunkStorageMetadata]] = {}
     for fqn, chunk in rows:
         if chunk is not None:

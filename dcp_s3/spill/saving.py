@@ -177,11 +177,7 @@ class SpillingBatch(Batch):
         return StreamedObject(size, crc if checksums else None, spilled=True)
 
     def settle(self) -> None:
-        """Make the spilled objects durable, for the drain.
-
-        Raises:
-            SpillError: the disk has no room for the journal.
-        """
+        """Make the spilled objects durable, for the drain. A SpillError if the disk has no room for the journal."""
         if self._refusal is not None or not (self._objects or self._uploader.unclean):
             return
         try:

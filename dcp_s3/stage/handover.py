@@ -39,8 +39,7 @@ logger = logging.getLogger(__name__)
 _LOOK_SECONDS = 0.02
 _REPORT_SECONDS = 30.0
 _LOST_SECONDS = 120.0
-"""In which a save whose state is staged begins, even if it has to start the checkpoint process first; unless
-`async_save` raised after it had staged."""
+"""In which a save whose state is staged begins, unless `async_save` raised after it had staged."""
 _EXECUTOR = "AsyncCheckpointExecutor"
 """How the names of torch's threads for asynchronous saves begin (torch 2.9 to 2.15; tests/test_torch_private.py)."""
 
