@@ -171,8 +171,8 @@ class _Written:
 
 @dataclass(eq=False)
 class ObjectPieces:
-    """The bytes of one object, item after item. Each iteration begins anew. It raises a SaveProtocolError if the planner
-    resolves an item to something that cannot be stored."""
+    """The bytes of one object, item after item. Each iteration begins anew. A SaveProtocolError if the planner resolves
+    an item to something that cannot be stored."""
 
     bucket: WriteBucket
     planner: SavePlanner
