@@ -25,7 +25,7 @@ from dcp_s3.spill.local import LocalObjects
 from dcp_s3.spill.saving import SpillingStore
 from dcp_s3.spill.store import SpillStore
 from dcp_s3.store import ABSENT, DeleteTarget, Expect, Store
-from dcp_s3.stores.directory import DirectoryStore
+from dcp_s3.stores.directory import HIDDEN, DirectoryStore
 from dcp_s3.url import parse_url
 from tests.memory_store import MemoryStore
 from tests.servers import NAMES, S3Server, ServerUnavailable
@@ -400,3 +400,10 @@ def test_a_directory_has_nothing_but_whole_objects(directory: DirectoryStore, tm
     assert os.listdir(tmp_path / "store/a") == ["b"]
     directory.delete(["a/b", "a/c"])
     assert os.listdir(tmp_path / "store") == []
+
+
+def test_a_file_that_is_being_written_is_no_object_of_a_directory(tmp_path: Path) -> None:
+    store = DirectoryStore(tmp_path)
+    store.put("a/b", b"x")
+    (tmp_path / "a" / f"{HIDDEN}1").write_bytes(b"half")
+    assert [each.key for each in store.list("").objects] == ["a/b"]

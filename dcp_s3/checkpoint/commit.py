@@ -264,9 +264,6 @@ class Committer:
         self._identity, self._beginning, self._overwrite = identity, beginning, overwrite
         self._previous = Previous()
 
-    def begin(self) -> None:
-        """The save begins."""
-
     def check_url(self, store: Store) -> None:
         """Look at what is at the URL, before any data is written.
 

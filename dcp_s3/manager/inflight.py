@@ -30,7 +30,7 @@ from dcp_s3.failures import Failed, first_cause, frames_of_others, left_by_save,
 from dcp_s3.manager.agree import Ranks, for_others
 from dcp_s3.save.writer import S3StorageWriter
 from dcp_s3.stage.handover import StagedState
-from dcp_s3.stage.stager import S3Stager, StagedBefore
+from dcp_s3.stage.stager import S3Stager
 from dcp_s3.workers import InTurn
 
 logger = logging.getLogger(__name__)
@@ -42,7 +42,11 @@ _open: weakref.WeakSet[SavesInFlight] = weakref.WeakSet()
 
 
 def save_in_background(
-    state: dict[str, Any], writer: S3StorageWriter, ranks: Ranks, stager: AsyncStager, planner: SavePlanner | None
+    state: dict[str, Any],
+    writer: S3StorageWriter,
+    ranks: Ranks,
+    stager: AsyncStager | None,
+    planner: SavePlanner | None,
 ) -> Future[None] | AsyncSaveResponse:
     """Copy the state and save it in the background; what `dcp.async_save` returns. All ranks call this."""
     return state_dict_saver.async_save(
@@ -57,9 +61,9 @@ def stage_save(
     there are no other ranks, or they are not `collective`."""
     began = time.monotonic()
     if ranks.collective:
-        copied = stager.stage_now(state)
-        before = StagedBefore(copied, time.monotonic() - began)
-        return functools.partial(save_in_background, {}, writer, ranks, before, planner)
+        writer.staged = stager.stage_now(state)
+        writer.stall_seconds = time.monotonic() - began
+        return functools.partial(save_in_background, {}, writer, ranks, None, planner)
     with _telling(writer):
         staged = stager.stage_now(state)
         if isinstance(staged, StagedState) and staged.error is not None:  # saves with collectives fail on all ranks

@@ -246,7 +246,11 @@ def look_at_disk(catalog: CheckpointCatalog) -> Disk:
         if url in infos and infos[url].save_id == manifest.save_id
     )
     root = f"{catalog.root}/"
-    waiting = {(each.url, each.path): each.size for each in find_waiting(store) if each.url.startswith(root)}
+    waiting = {
+        (save.journal.url, spilled.entry.path): spilled.entry.size
+        for save, spilled in find_waiting(store)
+        if save.journal.url.startswith(root)
+    }
     return Disk(commits, waiting)
 
 

@@ -1,11 +1,9 @@
 """Incremental saves: decides which objects and ranges S3 copies from the save before, and which are sent.
 
-A tensor chunk has not changed if its checksum, dtype and shape are those of the save before, which this process
-remembers. S3 then makes objects of the old ones: whole objects of which nothing has changed, and runs of unchanged
-items of at least 5 MiB (S3's smallest part) of the others. What is sent goes into objects of its own, the unchanged
-apart from the changed, so that the next save copies whole objects.
-
-Nothing depends on an earlier checkpoint: what is gone, or is another object by now, is sent.
+A tensor chunk has not changed if its checksum, dtype and shape are those that this process remembers. S3 then copies
+whole objects of which nothing has changed, and runs of unchanged items of at least 5 MiB (S3's smallest part) of the
+others. What is sent goes into objects of its own, the unchanged apart from the changed, so that the next save copies
+whole objects. Nothing depends on an earlier checkpoint: what is gone, or is another object by now, is sent.
 """
 
 from __future__ import annotations
@@ -15,6 +13,7 @@ import os
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
@@ -23,7 +22,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from dcp_s3.format.archive import compute_frame
 from dcp_s3.format.blocks import cuts_between, get_blocks, get_crc, get_raw_offset
-from dcp_s3.memory import combine_crc64nvme, crc64nvme
+from dcp_s3.memory import combine_crc64nvme, crc64nvme, iterate_bytes
 from dcp_s3.save.objects import PINNED_BLOCK, ItemWriteResult, ObjectPieces, synchronized_device
 from dcp_s3.save.plan import CopiedItems, WriteBucket, plan_buckets
 from dcp_s3.save.split import stored_index
@@ -70,35 +69,27 @@ _memories: dict[tuple[str, int], collections.OrderedDict[str, SavedItems]] = {}
 """Of each bucket and rank: the last items of each kind of checkpoint, the newest last."""
 
 
-class LastSaves:
-    """What a rank saved last to checkpoints with a name like that of ``url``. Kept by the process, not by this."""
-
-    def __init__(self, url: CheckpointURL, rank: int) -> None:
-        self._url, self._key = url, (url.bucket, rank)
-        self._kind = re.sub(r"\d+", "#", url.key(""))
-        self._parent = self._kind.rstrip("/").rpartition("/")[0]
-
-    def find(self) -> SavedItems:
-        """The items of the last save whose URL differs in its numbers only, or otherwise of the last one beside it."""
-        found: Mapping[str, SavedItems] = _memories.get(self._key, {})
-        newest_first = reversed(list(found))
-        beside = [kind for kind in newest_first if kind.rstrip("/").rpartition("/")[0] == self._parent]
-        return next((found[kind] for kind in (self._kind, *beside) if kind in found), {})
-
-    def remember(self, items: Sequence[WriteItem], results: Sequence[WriteResult], *, more: bool) -> None:
-        """Remember what this rank has written of a save; ``more`` of the one that it has remembered last."""
-        found = _memories.setdefault(self._key, collections.OrderedDict())
-        before = found.get(self._kind, {}) if more else {}
-        found[self._kind] = {**before, **saved_items(self._url, items, results)}
-        found.move_to_end(self._kind)
-        while len(found) > _KINDS:
-            found.popitem(last=False)
+def _kind_of(url: CheckpointURL) -> str:
+    return re.sub(r"\d+", "#", url.key("")).rstrip("/")
 
 
-def saved_items(url: CheckpointURL, items: Sequence[WriteItem], results: Sequence[WriteResult]) -> SavedItems:
-    """The framed tensors among the items, with their places on S3. Without those that wait on a disk."""
+def recall(url: CheckpointURL, rank: int) -> SavedItems:
+    """The items of the rank's last save whose URL differs in its numbers only, or otherwise of the last one beside
+    it."""
+    found: Mapping[str, SavedItems] = _memories.get((url.bucket, rank), {})
+    kind = _kind_of(url)
+    beside = [each for each in reversed(list(found)) if each.rpartition("/")[0] == kind.rpartition("/")[0]]
+    return next((found[each] for each in (kind, *beside) if each in found), {})
+
+
+def remember(
+    url: CheckpointURL, rank: int, items: Sequence[WriteItem], results: Sequence[WriteResult], *, more: bool = False
+) -> None:
+    """Remember the framed tensors that a rank has written, with their places on S3, but not those that wait on a disk.
+    ``more`` of the save that was remembered last."""
+    found, kind = _memories.setdefault((url.bucket, rank), collections.OrderedDict()), _kind_of(url)
+    saved = dict(found.get(kind, {})) if more else {}
     planned = {stored_index(item): item.tensor_data for item in items}
-    found: dict[MetadataIndex, SavedItem] = {}
     source: SavedObject | None = None
     for each in results:
         if isinstance(each, ItemWriteResult) and (entry := each.object_entry) is not None:  # the first of its object
@@ -106,8 +97,11 @@ def saved_items(url: CheckpointURL, items: Sequence[WriteItem], results: Sequenc
             source = None if crc is None else SavedObject(url.key(entry.path), entry.size, int(crc, 16))
         info, data = each.storage_data, planned.get(each.index)
         if source and data and get_raw_offset(info) is not None and get_crc(info) is not None:
-            found[each.index] = SavedItem(source, info, data.properties.dtype, data.chunk.sizes)
-    return found
+            saved[each.index] = SavedItem(source, info, data.properties.dtype, data.chunk.sizes)
+    found[kind] = saved
+    found.move_to_end(kind)
+    while len(found) > _KINDS:
+        found.popitem(last=False)
 
 
 # --- what has not changed -----------------------------------------------------------------------------------
@@ -155,7 +149,7 @@ def _is_unchanged(item: WriteItem, saved: SavedItem, memory: ObjectPieces) -> bo
     if blocks is None:
         return not size
     crc = done = 0
-    for view in memory.views(tensor):
+    for view in iterate_bytes(tensor, memory.chunk_size, memory.copy):
         start = 0
         for stop in (*cuts_between(done, done + view.nbytes, blocks.size), view.nbytes):
             crc = crc64nvme(view[start:stop], crc)
@@ -168,28 +162,15 @@ def _is_unchanged(item: WriteItem, saved: SavedItem, memory: ObjectPieces) -> bo
 # --- what is copied: pure -----------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Run:
+class _Run(NamedTuple):
     """Items that lie end to end in an object, and have not changed."""
 
-    items: tuple[WriteItem, ...]
-    saved: tuple[SavedItem, ...]
-
-    @property
-    def source(self) -> SavedObject:
-        return self.saved[0].source
-
-    @property
-    def start(self) -> int:
-        return self.saved[0].info.offset
+    range: CopyRange
+    items: list[tuple[WriteItem, SavedItem]]
 
     @property
     def size(self) -> int:
-        return self.saved[-1].info.offset + self.saved[-1].info.length - self.start
-
-    @property
-    def is_whole(self) -> bool:
-        return self.size == self.source.size
+        return self.range.stop - self.range.start
 
 
 def plan_changes(
@@ -200,12 +181,8 @@ def plan_changes(
     max_buckets: int,
     min_bucket_size: int,
 ) -> list[WriteBucket]:
-    """Distribute a rank's items over objects: those that S3 makes of the unchanged ones, and those that are sent.
-
-    Args:
-        unchanged: indices of items that are in ``saved``, as they are.
-        max_buckets, min_bucket_size: see `plan_buckets`.
-    """
+    """Distribute a rank's items over objects: those that S3 makes of the ``unchanged`` ones, which are in ``saved`` as
+    they are, and those that are sent, see `plan_buckets`."""
     same = [item for item in items if stored_index(item) in unchanged]
     copied = _plan_copies(same, saved)
     done = {stored_index(item) for bucket in copied for item in bucket.items}
@@ -220,13 +197,25 @@ def plan_changes(
 
 
 def _plan_copies(items: Sequence[WriteItem], saved: SavedItems) -> list[WriteBucket]:
-    by_object: dict[SavedObject, list[WriteItem]] = {}
+    by_object: dict[SavedObject, list[tuple[WriteItem, SavedItem]]] = {}
     for item in items:
-        by_object.setdefault(saved[stored_index(item)].source, []).append(item)
+        place = saved[stored_index(item)]
+        by_object.setdefault(place.source, []).append((item, place))
     objects: list[list[_Run]] = []  # the runs of each new object
-    for members in by_object.values():
-        runs = _find_runs(members, saved)
-        if not runs[0].is_whole:
+    for source, members in by_object.items():
+        places: list[list[tuple[WriteItem, SavedItem]]] = []
+        end = -1
+        for item, place in sorted(members, key=lambda each: each[1].info.offset):
+            if place.info.offset != end:
+                places.append([])
+            places[-1].append((item, place))
+            end = place.info.offset + place.info.length
+        runs = []  # the longest
+        for each in places:
+            first, last = each[0][1].info, each[-1][1].info
+            piece = CopyRange(source.key, first.offset, last.offset + last.length, source.size, source.crc)
+            runs.append(_Run(piece, each))
+        if runs[0].size != source.size:
             runs = [run for run in runs if run.size >= MIN_PART_SIZE]
         objects += [runs[start : start + _MOST_RANGES] for start in range(0, len(runs), _MOST_RANGES)]
     objects.sort(key=lambda runs: -sum(run.size for run in runs))
@@ -237,35 +226,21 @@ def _plan_copies(items: Sequence[WriteItem], saved: SavedItems) -> list[WriteBuc
     return [_make_bucket(runs) for runs in objects]
 
 
-def _find_runs(items: Sequence[WriteItem], saved: SavedItems) -> list[_Run]:
-    """The longest runs of these items of one object."""
-    runs: list[list[tuple[WriteItem, SavedItem]]] = []
-    end = -1
-    places = sorted(((item, saved[stored_index(item)]) for item in items), key=lambda each: each[1].info.offset)
-    for item, place in places:
-        if place.info.offset != end:
-            runs.append([])
-        runs[-1].append((item, place))
-        end = place.info.offset + place.info.length
-    return [_Run(*map(tuple, zip(*run, strict=True))) for run in runs]
-
-
 def _make_bucket(runs: Sequence[_Run]) -> WriteBucket:
     """The object that is made of these runs, end to end."""
-    ranges, crcs, places, size = [], [], [], 0
+    crcs: list[tuple[int, int]] = []
+    places, size = [], 0
     for run in runs:
-        source = run.source
-        ranges.append(CopyRange(source.key, run.start, run.start + run.size, source.size, source.crc))
-        places += [(each.info, size + each.info.offset - run.start) for each in run.saved]
-        framed = [(source.crc, source.size)] if run.is_whole else [_framed_crc(each) for each in run.saved]
-        crcs += framed
+        places += [(saved.info, size + saved.info.offset - run.range.start) for _, saved in run.items]
         size += run.size
-    copied = CopiedItems(tuple(ranges), combine_crc64nvme(crcs), tuple(places))
-    return WriteBucket(tuple(item for run in runs for item in run.items), size, copied=copied)
-
-
-def _framed_crc(saved: SavedItem) -> tuple[int, int]:
-    """CRC-64 and bytes of an item with its frame."""
-    frame = compute_frame(saved.dtype, saved.shape)
-    parts = ((crc64nvme(frame.header), len(frame.header)), (get_crc(saved.info) or 0, frame.nbytes))
-    return combine_crc64nvme([*parts, (crc64nvme(frame.trailer), len(frame.trailer))]), saved.info.length
+        if run.size == run.range.size:
+            crcs.append((run.range.crc, run.size))
+            continue
+        for _, saved in run.items:
+            frame = compute_frame(saved.dtype, saved.shape)
+            raw = (get_crc(saved.info) or 0, frame.nbytes)
+            crcs += [
+                (crc64nvme(frame.header), len(frame.header)), raw, (crc64nvme(frame.trailer), len(frame.trailer))
+            ]  # fmt: skip
+    copied = CopiedItems(tuple(run.range for run in runs), combine_crc64nvme(crcs), tuple(places))
+    return WriteBucket(tuple(item for run in runs for item, _ in run.items), size, copied=copied)

@@ -1,7 +1,8 @@
-"""Writes one rank's plan: buckets become objects, in parallel, each of the pieces of memory that make up its items."""
+"""Writes one rank's plan: buckets become objects, in parallel, made of the memory of their items."""
 
 from __future__ import annotations
 
+import contextlib
 import io
 import logging
 import threading
@@ -15,7 +16,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
-from dcp_s3.errors import DeadlineExceededError, SaveProtocolError
+from dcp_s3.errors import DeadlineExceededError, SaveProtocolError, StagingError
 from dcp_s3.format.archive import FramingError, compute_frame
 from dcp_s3.format.blocks import (
     MIN_BLOCK,
@@ -30,11 +31,11 @@ from dcp_s3.format.blocks import (
 from dcp_s3.format.control_files import ObjectEntry
 from dcp_s3.format.layout import data_object
 from dcp_s3.format.safe_items import warn_of_unsafe_item
-from dcp_s3.limit import Cancelled, Deadline
+from dcp_s3.limit import Cancelled
 from dcp_s3.memory import Piece, copy_to_host, crc_hex, crc_of, is_plain, iterate_bytes, view_bytes
 from dcp_s3.save.plan import OBJECTS_PER_RANK, CopiedItems, WriteBucket
-from dcp_s3.save.split import Rows, stored_index
-from dcp_s3.stage.memory import BufferPool
+from dcp_s3.save.split import Rows
+from dcp_s3.stage.memory import BufferPool, Slot
 from dcp_s3.store import Batch, Store, StreamedObject
 from dcp_s3.units import format_size
 from dcp_s3.url import CheckpointURL
@@ -51,13 +52,10 @@ _pinned = BufferPool(limit=None, spill_dir=None, generations=1)
 
 @dataclass(frozen=True)
 class ItemWriteResult(WriteResult):
-    """torch's WriteResult. The first item of each object also carries the object's entry to the coordinator.
-
-    An attachment is one, too, without storage data.
-    """
+    """torch's WriteResult. An attachment has one, too, without storage data."""
 
     object_entry: ObjectEntry | None = None
-    """The object's entry, in the result of its first item; None in the others."""
+    """The object's entry, in the result of its first item, for the coordinator; None in the others."""
     spilled: bool = False
     """Whether the object is on a local disk, not on S3."""
     copied: bool = False
@@ -86,9 +84,6 @@ def write_buckets(
         url, rank, nonce: what the objects are named by.
         ranks: how many write at the same time.
         watch: called with what knows how many bytes were sent.
-
-    Returns:
-        One result per item, and one per attachment, without storage data.
     """
     if not buckets:
         return []
@@ -98,6 +93,7 @@ def write_buckets(
     keys = [url.key(path) for path in paths]
     batch = store.batch(total=total, ranks=ranks, keys=keys)
     watch(batch)
+    chunk_size = min(batch.chunk_size, PINNED_BLOCK)
     # Besides what the store holds, each bucket fills a piece.
     blocks = (batch.in_flight + OBJECTS_PER_RANK) * batch.chunk_size // PINNED_BLOCK
     _pinned.generations = max(_pinned.generations, blocks)
@@ -107,17 +103,32 @@ def write_buckets(
     def write(number: int) -> list[WriteResult]:
         if device is not None:
             torch.accelerator.set_device_index(device)
-        bucket, copied = buckets[number], buckets[number].copied
+        pieces, copied = ObjectPieces(buckets[number], planner, chunk_size), buckets[number].copied
         if copied is not None and batch.copy(keys[number], copied.ranges, copied.crc):
-            return _copied_results(bucket.items, copied, paths[number])
+            return pieces.copied_results(paths[number], copied)
         with sending:
-            pieces = ObjectPieces(bucket, planner, batch.chunk_size)
-            stored = batch.put_stream(keys[number], bucket.size, pieces)
+            stored = batch.put_stream(keys[number], buckets[number].size, pieces)
         return pieces.results(paths[number], stored)
 
     try:
         with batch:
-            results = _in_threads(batch, deadline, range(len(buckets)), write)
+            producers = Workers(len(buckets), "dcp_s3-bucket")
+            try:
+                futures: list[Future[list[WriteResult]]] = [producers.submit(write, each) for each in range(len(keys))]
+                done, pending = wait(futures, None if deadline is None else deadline.left, FIRST_EXCEPTION)
+                if any(future.exception() for future in done):
+                    batch.stop()
+                elif pending and deadline is not None:
+                    raise deadline.error("the upload")
+                results = [result for future in futures for result in future.result()]
+            except Cancelled as cancelled:  # raise what has cancelled the others
+                errors = [batch.error, *(future.exception() for future in futures)]
+                raise next((e for e in errors if e is not None and not isinstance(e, Cancelled)), cancelled) from None
+            except BaseException:
+                batch.stop()
+                raise
+            finally:
+                producers.close()
             batch.settle()
     except DeadlineExceededError as error:
         if deadline is None or error.setting != deadline.setting:
@@ -130,66 +141,26 @@ def write_buckets(
     return results
 
 
-def _in_threads(
-    batch: Batch, deadline: Deadline | None, numbers: Sequence[int], write: Callable[[int], list[WriteResult]]
-) -> list[WriteResult]:
-    """Write the buckets with these numbers, each in its own thread."""
-    producers = Workers(len(numbers), "dcp_s3-bucket")
-    try:
-        futures: list[Future[list[WriteResult]]] = [producers.submit(write, number) for number in numbers]
-        done, pending = wait(futures, None if deadline is None else deadline.left, FIRST_EXCEPTION)
-        if any(future.exception() for future in done):
-            batch.stop()
-        elif pending and deadline is not None:
-            raise deadline.error("the upload")
-        return [result for future in futures for result in future.result()]
-    except Cancelled as cancelled:  # raise what has cancelled the others
-        errors = [batch.error, *(future.exception() for future in futures)]
-        raise next((e for e in errors if e is not None and not isinstance(e, Cancelled)), cancelled) from None
-    except BaseException:
-        batch.stop()
-        raise
-    finally:
-        producers.close()
-
-
-def _copied_results(items: Sequence[WriteItem], copied: CopiedItems, path: str) -> list[WriteResult]:
-    entry = ObjectEntry(path, sum(each.stop - each.start for each in copied.ranges), crc_hex(copied.crc))
-    return [
-        ItemWriteResult(
-            stored_index(item), info.length, moved_info(info, path, offset), None if position else entry,
-            copied=True, rows=item.chunk if isinstance(item, Rows) else None,
-        )
-        for position, (item, (info, offset)) in enumerate(zip(items, copied.places, strict=True))
-    ]  # fmt: skip
-
-
 def synchronized_device() -> int | None:
     """Wait for the accelerator, as other threads do not wait for the work on this thread's stream. Returns the device
     that each of them must set, or it would make a context on device 0; None if no accelerator is in use."""
-    if not (torch.accelerator.is_available() and _is_initialized()):
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if accelerator is None:
+        return None
+    # A process only for checkpoints should not initialize it.
+    if not getattr(torch.get_device_module(accelerator), "is_initialized", lambda: True)():
         return None
     torch.accelerator.synchronize()
     return torch.accelerator.current_device_index()
 
 
-def _is_initialized() -> bool:
-    """Whether this process has used the accelerator. A process only for checkpoints should not initialize it."""
-    accelerator = torch.accelerator.current_accelerator()
-    module = None if accelerator is None else torch.get_device_module(accelerator)
-    return bool(getattr(module, "is_initialized", lambda: True)())
-
-
 @dataclass
 class _Written:
-    """One item in an unfinished object."""
+    """One item in an unfinished object, from byte ``offset`` on, ``length`` bytes."""
 
     item: WriteItem
-    """The planned item."""
     offset: int
-    """First byte of the item in the object."""
     length: int = 0
-    """Length of the item in bytes."""
     raw_offset: int | None = None
     """First byte of the tensor's data in the item. None if it is not a framed raw tensor."""
     pieces: list[Piece] = field(default_factory=list)
@@ -198,44 +169,58 @@ class _Written:
     """Block size in bytes, for a raw tensor larger than one block."""
 
 
+@dataclass(eq=False)
 class ObjectPieces:
-    """The bytes of one object, item after item. Each iteration begins anew.
+    """The bytes of one object, item after item. Each iteration begins anew. A SaveProtocolError if the planner resolves
+    an item to something that cannot be stored."""
 
-    Args:
-        planner: its `resolve_data` is called once per item and iteration.
-        chunk_size: bytes of a strided tensor that are made contiguous at a time.
-
-    Raises:
-        SaveProtocolError: while it is iterated: the planner resolved an item to something that cannot be stored.
-    """
-
-    def __init__(self, bucket: WriteBucket, planner: SavePlanner, chunk_size: int) -> None:
-        self._bucket, self._planner, self._chunk_size = bucket, planner, chunk_size
-        self._streams: dict[torch.device, torch.Stream] = {}
-        self._written: list[_Written] = []
+    bucket: WriteBucket
+    planner: SavePlanner
+    """Its `resolve_data` is called once per item and iteration."""
+    chunk_size: int
+    """Bytes of a tensor that is strided, or on a device, that are copied at a time."""
+    _streams: dict[torch.device, torch.Stream] = field(default_factory=dict)
+    _written: list[_Written] = field(default_factory=list)
 
     def __iter__(self) -> Iterator[Piece]:
-        if self._bucket.attachment is not None:
-            yield Piece.of(self._bucket.attachment.data)
+        if self.bucket.attachment is not None:
+            yield Piece.of(self.bucket.attachment.data)
             return
         self._written, size = [], 0
-        for item in self._bucket.items:
+        for item in self.bucket.items:
             written = _Written(item, size)
             self._written.append(written)
             data = self.resolve(item)
-            if isinstance(data, torch.Tensor):
-                for piece in self._frame(written, data):
-                    size += piece.size
-                    yield piece
-            else:
+            if not isinstance(data, torch.Tensor):
                 written.pieces.append(Piece.of(data))
                 size += written.pieces[0].size
                 yield written.pieces[0]
-            written.length = size - written.offset
+                written.length = size - written.offset
+                continue
+            # A dense tensor: its memory, in the frame that torch.save would put around it.
+            frame, planned = compute_frame(data.dtype, data.shape), item.tensor_data
+            if planned is not None and planned.properties.dtype == data.dtype and planned.chunk.sizes == data.shape:
+                written.raw_offset = len(frame.header)
+                if data.nbytes > MIN_BLOCK:
+                    written.block = block_size(data.nbytes)
+            header, trailer = Piece.of(frame.header), Piece.of(frame.trailer)
+            yield header
+            done = 0
+            for view in iterate_bytes(data, self.chunk_size, self.copy):
+                cuts = cuts_between(done, done + view.nbytes, written.block) if written.block else ()
+                piece = Piece.of(view, cuts=cuts)
+                done += piece.size
+                written.pieces.append(piece)
+                yield piece
+            if written.raw_offset is None:  # then the CRC covers the frame, too
+                written.pieces = [header, *written.pieces, trailer]
+            yield trailer
+            written.length = len(frame.header) + done + len(frame.trailer)
+            size += written.length
 
     def resolve(self, item: WriteItem) -> torch.Tensor | memoryview:
         """What to store of an item: a tensor that may be framed, or bytes."""
-        data = self._planner.resolve_data(item)
+        data = self.planner.resolve_data(item)
         fqn, is_bytes = item.index.fqn, item.type == WriteItemType.BYTE_IO
         if not isinstance(data, io.BytesIO if is_bytes else torch.Tensor):
             expected = "BytesIO" if is_bytes else "a tensor"
@@ -248,51 +233,29 @@ class ObjectPieces:
             raise SaveProtocolError(
                 f"{fqn!r} is on the meta device: it has no data to save. Remedy: materialise the model before saving"
             )
-        if not is_plain(tensor):
-            return _serialise(tensor)
-        try:
-            compute_frame(tensor.dtype, tensor.shape)
-        except FramingError:
-            return _serialise(tensor)
-        return tensor
+        if is_plain(tensor):
+            with contextlib.suppress(FramingError):
+                compute_frame(tensor.dtype, tensor.shape)
+                return tensor
+        # No frame fits it (sparse, quantized, a subclass): torch.save writes it, with no more than its own elements.
+        tensor = tensor.cpu()
+        if tensor.layout == torch.strided and tensor.untyped_storage().size() != tensor.nbytes:
+            tensor = tensor.clone()
+        buffer = io.BytesIO()
+        torch.save(tensor, buffer)
+        return buffer.getbuffer()
 
-    def _frame(self, written: _Written, tensor: torch.Tensor) -> Iterator[Piece]:
-        """The bytes of a dense tensor: its memory, in the frame that torch.save would put around it."""
-        frame = compute_frame(tensor.dtype, tensor.shape)
-        planned = written.item.tensor_data
-        if planned is not None and planned.properties.dtype == tensor.dtype and planned.chunk.sizes == tensor.shape:
-            written.raw_offset = len(frame.header)
-            if tensor.nbytes > MIN_BLOCK:
-                written.block = block_size(tensor.nbytes)
-        header, trailer = Piece.of(frame.header), Piece.of(frame.trailer)
-        yield header
-        done = 0
-        for view in self.views(tensor):
-            cuts = cuts_between(done, done + view.nbytes, written.block) if written.block else ()
-            piece = Piece.of(view, cuts=cuts)
-            done += piece.size
-            written.pieces.append(piece)
-            yield piece
-        if written.raw_offset is None:  # then the CRC covers the frame, too
-            written.pieces = [header, *written.pieces, trailer]
-        yield trailer
-
-    def views(self, tensor: torch.Tensor) -> Iterator[memoryview]:
-        """The bytes of a plain tensor."""
-        if tensor.device.type == "cpu":
-            return iterate_bytes(tensor, self._chunk_size)
-        return iterate_bytes(tensor, min(self._chunk_size, PINNED_BLOCK), self._copy_from_device)
-
-    def _copy_from_device(self, tensor: torch.Tensor) -> memoryview:
-        """The bytes of at most a block of a tensor, in row-major order: in pinned memory while earlier ones are
-        uploaded. If none is free, in ordinary memory rather than wait; the upload's limit on parts in flight bounds
-        that. Returns when they are there."""
-        slot = None
-        if _MIN_PINNED <= tensor.nbytes <= PINNED_BLOCK:
-            slot = _pinned.acquire_at_once(PINNED_BLOCK, pin=torch.cuda.is_available())
-        if slot is None:
+    def copy(self, tensor: torch.Tensor) -> memoryview:
+        """The bytes of a tensor that is strided, or on a device, in row-major order: from a device to pinned memory
+        while earlier ones are uploaded. If none is free, to ordinary memory rather than wait; the upload's limit on
+        parts in flight bounds that. Returns when they are there."""
+        slots: list[Slot] = []
+        if tensor.device.type != "cpu" and _MIN_PINNED <= tensor.nbytes <= PINNED_BLOCK:
+            with contextlib.suppress(StagingError):
+                slots = _pinned.acquire([PINNED_BLOCK], pin=torch.cuda.is_available(), wait=False)
+        if not slots:
             return copy_to_host(tensor)
-        target, device = torch.frombuffer(slot.lease, dtype=torch.uint8, count=tensor.nbytes), tensor.device
+        target, device = torch.frombuffer(slots[0].lease, dtype=torch.uint8, count=tensor.nbytes), tensor.device
         if (stream := self._streams.get(device)) is None:  # so that the copies of several objects overlap
             stream = self._streams[device] = torch.Stream(device)
         stream.wait_stream(torch.accelerator.current_stream(device))  # on which the planner worked
@@ -304,7 +267,7 @@ class ObjectPieces:
 
     def results(self, path: str, stored: StreamedObject) -> list[WriteResult]:
         """The results of the items, or of the attachment, once the object is stored at ``path``."""
-        attachment, crc = self._bucket.attachment, stored.crc64nvme
+        attachment, crc = self.bucket.attachment, stored.crc64nvme
         if attachment is not None:
             entry: ObjectEntry = attachment.entry(path)
             return [ItemWriteResult(MetadataIndex(attachment.name), entry.size, None, entry, stored.spilled)]
@@ -322,17 +285,18 @@ class ObjectPieces:
                 path, each.offset, each.length, raw_offset=each.raw_offset, crc64nvme=item_crc, blocks=blocks
             )
             rows, first = each.item.chunk if isinstance(each.item, Rows) else None, None if results else entry
-            index = stored_index(each.item)
+            index = each.item.index if rows is None else MetadataIndex(each.item.index.fqn, rows.offsets)
             results.append(ItemWriteResult(index, each.length, info, first, stored.spilled, rows=rows))
         return results
 
-
-def _serialise(tensor: torch.Tensor) -> memoryview:
-    """Serialise, with torch.save, a tensor that does not fit a frame (sparse, quantized, a subclass). Its storage is
-    cut down to its own elements."""
-    tensor = tensor.cpu()
-    if tensor.layout == torch.strided and tensor.untyped_storage().size() != tensor.nbytes:
-        tensor = tensor.clone()
-    buffer = io.BytesIO()
-    torch.save(tensor, buffer)
-    return buffer.getbuffer()
+    def copied_results(self, path: str, copied: CopiedItems) -> list[WriteResult]:
+        """The results of the items, once S3 has made the object."""
+        size = sum(each.stop - each.start for each in copied.ranges)
+        entry: ObjectEntry | None = ObjectEntry(path, size, crc_hex(copied.crc))
+        results: list[WriteResult] = []
+        for item, (info, offset) in zip(self.bucket.items, copied.places, strict=True):
+            moved, rows = moved_info(info, path, offset), item.chunk if isinstance(item, Rows) else None
+            index = item.index if rows is None else MetadataIndex(item.index.fqn, rows.offsets)
+            results.append(ItemWriteResult(index, info.length, moved, entry, copied=True, rows=rows))
+            entry = None
+        return results

@@ -1,8 +1,4 @@
-"""Which item goes into which object, and whether the ranks' items fit each other. Pure.
-
-torch's own helper balances by the size of the whole tensor of which an item is a shard. But time and space depend on
-the chunk that this rank writes.
-"""
+"""Which item goes into which object, and whether the ranks' items fit each other. Pure."""
 
 from __future__ import annotations
 
@@ -63,18 +59,11 @@ def item_size(item: WriteItem) -> int:
 
 
 def plan_buckets(items: Sequence[WriteItem], *, max_buckets: int, min_bucket_size: int) -> list[WriteBucket]:
-    """Distribute a rank's items over objects.
+    """Distribute a rank's items over at most ``max_buckets`` objects, fewer rather than smaller than
+    ``min_bucket_size`` bytes. None is empty, and the largest comes first. The result depends on the arguments alone.
 
     Tensors go largest first into the bucket that is smallest so far (at most 4/3 of the best possible maximum,
-    Graham 1969); other items are spread round-robin. The result depends on the arguments alone.
-
-    Args:
-        items: items of this rank's plan.
-        max_buckets: most objects.
-        min_bucket_size: bytes. There are fewer buckets rather than smaller ones.
-
-    Returns:
-        Non-empty buckets, the largest first.
+    Graham 1969); other items are spread round-robin. Unlike torch's, by the size of the chunk, not of the whole tensor.
     """
     sizes = [item_size(item) for item in items]
     count = max(1, min(max_buckets, len(items), sum(sizes) // max(1, min_bucket_size)))
@@ -106,16 +95,10 @@ def plan_buckets(items: Sequence[WriteItem], *, max_buckets: int, min_bucket_siz
 
 
 def check_shards(plans: Sequence[SavePlan], *, filled: bool) -> None:
-    """Check that the shards of a tensor are all of one whole, and with ``filled`` that they fill it.
+    """Check that the shards of a tensor in all ranks' plans are of one whole, and with ``filled`` that they fill it.
 
     torch's planner takes the shape of the first shard for that of the tensor. It finds boxes outside of that, overlaps
     and holes, but not shards of another shape that fill the first one's; of one rank alone it asks nothing.
-
-    Args:
-        plans: the plans of all ranks, in their order.
-
-    Raises:
-        ShardingError: a tensor has another shape on another rank, or a part of it is in no shard.
     """
     known: dict[str, tuple[torch.Size, int]] = {}
     saved: Counter[str] = Counter()

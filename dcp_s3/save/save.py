@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -14,23 +14,24 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import WriteResult
 
 from dcp_s3.checkpoint.attachments import Attachment, check_distinct
-from dcp_s3.checkpoint.commit import make_commit
+from dcp_s3.checkpoint.commit import Committer, make_commit
 from dcp_s3.checkpoint.commit_state import Beginning, CommitState, SaveIdentity, find_state
 from dcp_s3.checkpoint.info import find_step
 from dcp_s3.errors import CheckpointError, SaveProtocolError
-from dcp_s3.events import Committed, Listener, SaveStarted, Written, emit
+from dcp_s3.events import Committed, Listener, Written, emit
 from dcp_s3.format.control_files import ObjectEntry
 from dcp_s3.format.layout import DCP_VERSION, new_nonce
 from dcp_s3.limit import Deadline, Limit
 from dcp_s3.process import collector_paused, world_size
 from dcp_s3.s3.multipart import can_copy
 from dcp_s3.s3.store import store_of
-from dcp_s3.save.incremental import LastSaves, find_unchanged, plan_changes
+from dcp_s3.save.incremental import find_unchanged, plan_changes, recall, remember
 from dcp_s3.save.objects import ItemWriteResult, write_buckets
 from dcp_s3.save.plan import OBJECTS_PER_RANK, WriteBucket, check_shards, plan_buckets
 from dcp_s3.save.split import LargeChunk, find_large, split_replicated, with_rows
 from dcp_s3.settings import Settings
-from dcp_s3.spill.saving import open_for_save
+from dcp_s3.spill.saving import SpillingCommitter, SpillingStore
+from dcp_s3.spill.store import open_store
 from dcp_s3.store import Batch, Store
 from dcp_s3.url import CheckpointURL
 
@@ -39,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class _PlanOrigin:
-    """Travels in a rank's plan to the coordinator, to show that the plan belongs to the coordinator's save."""
+    """Shows the coordinator that a rank's plan, in which it travels, belongs to its save."""
 
     url: str | None  # None once it was checked: DCP may pass the same object again, from its cache of plans
     rank: int
@@ -50,14 +51,9 @@ class _PlanOrigin:
 class _RankResults(list[WriteResult]):
     """What one rank wrote, and for which checkpoint. DCP passes it to the coordinator unchanged."""
 
-    def __init__(self, url: str, results: Iterable[WriteResult], throttled: int = 0) -> None:
-        super().__init__(results)
-        self.url = url
-        self.throttled = throttled
-        """Requests of the rank that S3 throttled."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.url, list(self), self.throttled)
+    url = ""
+    throttled = 0
+    """Requests of the rank that S3 throttled."""
 
 
 @dataclass(eq=False)
@@ -69,18 +65,16 @@ class Save:
     settings: Settings
     rank: int = 0
     is_coordinator: bool = True
+    # What `S3StorageWriter` documents, as it was when the save began.
     overwrite: bool = False
-    """Whether a committed checkpoint at the URL is replaced."""
     metrics: Mapping[str, Any] = field(default_factory=dict)
     extra: Mapping[str, Any] = field(default_factory=dict)
     attachments: Sequence[Attachment] = ()
     """Small files of this rank that belong to the save."""
     max_objects: int = OBJECTS_PER_RANK
-    """Most objects that this rank writes, besides attachments; see `S3StorageWriter`."""
     splits: bool = False
     """Whether ranks share the writing of large chunks that several of them hold."""
     incremental: bool = False
-    """Whether S3 copies what has not changed since the last save of this process."""
     on_event: Listener | None = None
     is_blocking: bool = False
     """Whether the training waits for the save."""
@@ -94,12 +88,18 @@ class Save:
         self._beginning, self._began = Beginning(), time.monotonic()
         self._s3 = store_of(self.url, self.settings)
         self._identity = SaveIdentity(self.url, self.save_id)
-        self._base_store, self._committer = open_for_save(
-            self._s3, self._identity, self._beginning, rank=self.rank, overwrite=self.overwrite, spills=self.spills,
-            on_event=self.on_event,
-        )  # fmt: skip
+        disk = open_store(self.settings) if self.spills and self.settings.spill_dir is not None else None
+        self._base_store: Store = self._s3
+        if disk is None:
+            self._committer = Committer(self._identity, self._beginning, overwrite=self.overwrite)
+        else:
+            identity, listener = self._identity, self.on_event
+            self._base_store = SpillingStore(self._s3, disk, str(self.url), self.save_id, self.rank, listener)
+            self._committer = SpillingCommitter(self._base_store, identity, self._beginning, overwrite=self.overwrite)
         self.step = find_step(self.url.name, self.settings)
         self._throttled_before = self._s3.counters().throttled
+        self.throttled = 0
+        """Requests of this process to the bucket that S3 throttled from the beginning until this rank had written."""
         self._an_object: str | None = None  # path of an object that this rank wrote
         self._deadline: Deadline | None = None
 
@@ -108,11 +108,6 @@ class Save:
         return {**self.__dict__, "on_event": None, "_throttled_before": 0}
 
     # --- in the order of DCP's calls ----------------------------------------------------------------
-
-    def begin(self) -> None:
-        """Tell subscribers, and drain what an earlier process left on the disk."""
-        emit(SaveStarted(url=str(self.url), step=self.step, rank=self.rank), self.on_event)
-        self._committer.begin()
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Check the URL, and mark the plan with this save's URL."""
@@ -142,16 +137,19 @@ class Save:
         self._deadline = Deadline.start("DCP_S3_SAVE_TIMEOUT", self.settings.save_timeout)
         began = time.monotonic()
         # The nonce is not in the plan: a planner may reuse a cached plan.
-        results = self._write_items(plan.items, planner, new_nonce())
+        results = _RankResults(self._write_items(plan.items, planner, new_nonce()))
         self._tell_written(results, time.monotonic() - began)
-        return _RankResults(str(self.url), results, self.throttled)
+        results.url, results.throttled = str(self.url), self.throttled
+        return results
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Commit what all ranks have written."""
         self._deadline = self._deadline or Deadline.start("DCP_S3_SAVE_TIMEOUT", self.settings.save_timeout)
+        throttled = 0
         for rank, written in enumerate(results):
             if isinstance(written, _RankResults):
                 self._check_same_save(written.url, rank)
+                throttled += written.throttled
         with collector_paused():
             everything = [result for rank in results for result in rank]
             objects, spilled, copied = objects_of(everything)
@@ -164,7 +162,18 @@ class Save:
             if parts:
                 rows = [(each.index.fqn, each.rows) for each in parts]
                 metadata.state_dict_metadata = with_rows(metadata.state_dict_metadata, rows)
-            self._check_complete(metadata)
+            # If a save fails after torch has cached its global plan, later saves of that state may take the ranks'
+            # plans of an earlier one: then not all that was planned was written.
+            done = {(index.fqn, index.offset) for index in stored}
+            for fqn, saved in metadata.state_dict_metadata.items():
+                places: list[Any] = [None]
+                if isinstance(saved, TensorStorageMetadata):
+                    places = [chunk.offsets for chunk in saved.chunks if 0 not in chunk.sizes]
+                if (fqn, None) not in done and not all((fqn, place) in done for place in places):
+                    raise SaveProtocolError(
+                        f"{self.url} is not committed: {fqn!r} was planned, and no rank has written all of it. Remedy: "
+                        "save with a planner that does not cache plans, or start the processes anew"
+                    )
             commit = make_commit(
                 self._identity,
                 # A copy: with plan caching, the next save gets this very object while it is being pickled.
@@ -177,23 +186,13 @@ class Save:
                 started_at=self._beginning.at,
             )
         if self._committer.commit(self._store(), commit, spilled=bool(spilled)):
-            throttled = sum(rank.throttled for rank in results if isinstance(rank, _RankResults))
             self._tell_committed(objects, ranks=len(results), spilled=spilled, copied=copied, throttled=throttled)
 
     # --- what it tells --------------------------------------------------------------------------------
 
-    @property
-    def throttled(self) -> int:
-        """Requests of this process to the bucket that S3 has throttled since the save began."""
-        return max(0, self._s3.counters().throttled - self._throttled_before)
-
     def is_committed(self) -> bool:
-        """Whether the save is committed on S3. For a rank that wrote nothing: whether any checkpoint is there.
-
-        Raises:
-            CheckpointError: a save that began later has replaced it.
-            StorageError: S3 refuses the request.
-        """
+        """Whether the save is committed on S3; for a rank that wrote nothing, whether any checkpoint is there. A
+        CheckpointError if a save that began later has replaced it."""
         if self._an_object is None:
             return self._s3.exists(self._identity.metadata_key)
         state = find_state(self._s3, self._identity, path=self._an_object, started_at=self._beginning.at)
@@ -207,6 +206,7 @@ class Save:
         """This rank's objects are complete; they took so many seconds."""
         objects, spilled, copied = objects_of(results)
         self._an_object = objects[0].path if objects else None
+        self.throttled = max(0, self._s3.counters().throttled - self._throttled_before)
         event = Written(
             url=str(self.url), step=self.step, rank=self.rank, bytes=sum(each.size for each in objects),
             objects=len(objects), spilled_bytes=spilled, copied_bytes=copied, seconds=seconds,
@@ -238,20 +238,6 @@ class Save:
                 "group (process_group=dist.new_group(backend='gloo'))"
             )
 
-    def _check_complete(self, metadata: Metadata) -> None:
-        """Check that all that was planned was written. If a save fails after torch has cached its global plan, later
-        saves of that state may take the ranks' plans of an earlier one."""
-        written = {(index.fqn, index.offset) for index in metadata.storage_data or {}}
-        for fqn, saved in metadata.state_dict_metadata.items():
-            places: list[Any] = [None]
-            if isinstance(saved, TensorStorageMetadata):
-                places = [chunk.offsets for chunk in saved.chunks if 0 not in chunk.sizes]
-            if (fqn, None) not in written and not all((fqn, place) in written for place in places):
-                raise SaveProtocolError(
-                    f"{self.url} is not committed: {fqn!r} was planned, and no rank has written all of it. Remedy: "
-                    "save with a planner that does not cache plans, or start the processes anew"
-                )
-
     def _write_items(
         self,
         items: Sequence[WriteItem],
@@ -263,8 +249,8 @@ class Save:
     ) -> list[WriteResult]:
         """Write items, and the attachments. ``again``: these are more, which others were to write."""
         sizes: dict[str, int] = {"max_buckets": self.max_objects, "min_bucket_size": self.settings.max_part_size}
-        last = LastSaves(self.url, self.rank) if self.incremental and can_copy(self._s3) else None
-        if last is not None and not again and (saved := last.find()):
+        remembers = self.incremental and can_copy(self._s3)
+        if remembers and not again and (saved := recall(self.url, self.rank)):
             buckets = plan_changes(items, find_unchanged(items, saved, planner), saved, **sizes)
         else:
             buckets = plan_buckets(items, **sizes)
@@ -274,8 +260,8 @@ class Save:
             self._store(), buckets, planner, url=self.url, rank=self.rank, nonce=nonce, ranks=self.world_size,
             watch=watch,
         )  # fmt: skip
-        if last is not None:
-            last.remember(items, results, more=again)
+        if remembers:
+            remember(self.url, self.rank, items, results, more=again)
         return results
 
     def _store(self) -> Store:

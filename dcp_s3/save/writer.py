@@ -24,7 +24,7 @@ from dcp_s3.checkpoint.info import find_step
 from dcp_s3.coordination.ownership import Replicas
 from dcp_s3.coordination.processes import CountedSave
 from dcp_s3.errors import CheckpointError, InvalidURLError, SaveProtocolError, SettingsError, TransferError
-from dcp_s3.events import Listener, SaveFailed, emit
+from dcp_s3.events import Listener, SaveFailed, SaveStarted, emit
 from dcp_s3.failures import called_by_dcp, frames_of_others
 from dcp_s3.format.control_files import check_extra
 from dcp_s3.format.layout import metadata_object, new_save_id
@@ -34,7 +34,7 @@ from dcp_s3.save.plan import OBJECTS_PER_RANK
 from dcp_s3.save.save import Save
 from dcp_s3.settings import Settings, SettingsLike, check_incremental, resolve_settings
 from dcp_s3.spill.saving import drain_url
-from dcp_s3.stage.handover import current_save, wait_for_saves
+from dcp_s3.stage.handover import AsyncSave, StagedState, current_save, wait_for_saves
 from dcp_s3.stage.stager import shared_stager
 from dcp_s3.units import one_line
 from dcp_s3.url import CheckpointURL, is_s3_url, parse_url
@@ -47,14 +47,10 @@ _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.1, 2.0  # seconds between looks at S3
 class _Here(threading.local):
     """What a writer knows of the saves of one thread: DCP makes all calls of a save in one thread."""
 
-    url: CheckpointURL | None = None
-    """URL of the save under way, or of the next one."""
-    save_id: str | None = None
-    """Id of the next save; None if not chosen yet."""
-    save: Save | None = None
-    """The save under way, or the last one."""
-    is_home: bool = False
-    """Whether the writer was made in this thread."""
+    url: CheckpointURL | None = None  # of the save under way, or of the next one
+    save_id: str | None = None  # of the next save; None if not chosen yet
+    save: Save | None = None  # under way, or the last one
+    is_home: bool = False  # whether the writer was made in this thread
 
     def __reduce__(self) -> Any:
         return _Here, (), {"is_home": True}  # in another process, nothing has begun
@@ -66,11 +62,9 @@ class S3StorageWriter(StorageWriter, AsyncStager):
     Readers see nothing of a save before its commit, at the end. If any rank fails, there is no new checkpoint, and an
     old one at the same URL stays whole.
 
-    One writer serves several saves if each is given its own ``checkpoint_id``. A save keeps its URL, arguments and id
-    from beginning to end. It first waits for the asynchronous saves that this process began before.
-
-    The rank on which an asynchronous save fails logs the error, because nobody may look at the future. This needs
-    dcp_s3's own stager: pass no other one as ``async_stager``.
+    One writer serves several saves if each is given its own ``checkpoint_id``. A save keeps its URL, arguments and id.
+    It first waits for the asynchronous saves that this process began before. If an asynchronous one fails, its rank
+    logs the error; this needs dcp_s3's own stager: pass no other one as ``async_stager``.
 
     >>> saved = dcp.save(state, storage_writer=S3StorageWriter("s3://bucket/run/step-3000", metrics={"val_loss": 1.75}))
     >>> latest("s3://bucket/run").metrics
@@ -111,10 +105,11 @@ class S3StorageWriter(StorageWriter, AsyncStager):
     """Whether the caller logs asynchronous saves that fail."""
     stall_seconds: float | None = None
     """For which the next save has held the training up, if the caller knows better."""
+    staged: dict[str, Any] | None = None
+    """A copy of the next state, if the caller has made it (`S3Stager.stage_now`)."""
     counted: CountedSave | None = None
     """The next save, which is one without collectives, if the caller has counted it (`count_save`)."""
-    _was_sent = False
-    """Whether this is a copy in another process, whose state was staged elsewhere."""
+    _was_sent = False  # whether this is a copy in another process, whose state was staged elsewhere
 
     def __init__(
         self,
@@ -158,8 +153,7 @@ class S3StorageWriter(StorageWriter, AsyncStager):
 
     @called_by_dcp
     def __getstate__(self) -> dict[str, Any]:
-        # For AsyncCheckpointerType.PROCESS: from here on only DCP knows how the save ends, in the default group, and
-        # what is attached goes with it.
+        # For AsyncCheckpointerType.PROCESS: only DCP knows how the save ends, in the default group.
         attached, self._attached = self._attached, {}
         return {
             **self.__dict__, "_attached": attached, "_last": None, "on_event": None, "_was_sent": True,
@@ -170,14 +164,10 @@ class S3StorageWriter(StorageWriter, AsyncStager):
 
     @called_by_dcp
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Begin a new save, to ``checkpoint_id`` if given.
+        """Begin a new save, to ``checkpoint_id`` if given (InvalidURLError if it is not an S3 URL).
 
-        In the thread that made the writer, ``checkpoint_id`` also becomes the URL of later saves without one; but
-        asynchronous ones need their own, once the writer has had several. DCP passes that of an asynchronous save in
-        another thread; there it is for that save alone.
-
-        Raises:
-            InvalidURLError: ``checkpoint_id`` is not an S3 URL.
+        In the thread that made the writer, it also becomes the URL of later saves without one; but asynchronous ones
+        need their own, once the writer has had several. In another thread, it is for that asynchronous save alone.
         """
         self._here.save_id = None
         if checkpoint_id is None:
@@ -199,7 +189,7 @@ class S3StorageWriter(StorageWriter, AsyncStager):
                 "dcp.async_save has the error",
                 url=str(here.url),
             )
-            background.if_unfinished = functools.partial(self._report, error, here.url, not self.caller_reports)
+            background.if_unfinished = functools.partial(self._tell_failed, error, here.url)
         return StorageMeta(checkpoint_id=str(here.url), save_id=here.save_id)
 
     @called_by_dcp
@@ -215,8 +205,21 @@ class S3StorageWriter(StorageWriter, AsyncStager):
         save_id = here.save_id or new_save_id()
         use_collectives, rank = bool(kwargs.get("use_collectives", True)), kwargs.get("rank")
         rank = process.rank() if rank is None else int(rank)  # some do not pass it either
-        if self.counted is None:
-            self._check_ranks(url, rank, use_collectives)
+        if self.counted is None:  # a save of some ranks must not be taken for the whole
+            if self._is_one_of_several and not process.is_initialized():
+                raise SaveProtocolError(
+                    f"the save to {url} does not begin: the process group has been destroyed since its writer was "
+                    "made, and what this rank alone holds must not be taken for the whole. Remedy: wait for the saves, "
+                    "or close the CheckpointManager, before destroy_process_group(); to save this process's state, "
+                    "make a new writer"
+                )
+            is_part = self._members is not None and len(self._members) < process.world_size()
+            if not use_collectives and process.is_initialized() and (is_part or rank != process.rank()):
+                raise SaveProtocolError(
+                    f"the save to {url} is one of some ranks, and without collectives all ranks of the job save "
+                    "together. Remedy: save in a process group with collectives; to save the state of this rank alone, "
+                    "no_dist=True without use_collectives=False"
+                )
         background, stall_seconds = current_save(), self.stall_seconds
         if background is not None:
             stall_seconds = background.stall_seconds if stall_seconds is None else stall_seconds
@@ -238,7 +241,7 @@ class S3StorageWriter(StorageWriter, AsyncStager):
                 url, save_id, self.settings, replicas=self.replicas, counted=counted, step=self.step, **options
             )
         here.url, here.save_id, here.save, self._last = url, None, save, save
-        save.begin()
+        emit(SaveStarted(url=str(url), step=save.step, rank=save.rank), self.on_event)
 
     @called_by_dcp
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
@@ -294,8 +297,7 @@ class S3StorageWriter(StorageWriter, AsyncStager):
         """Add a small file to this rank's next save. It is committed, copied, verified and deleted with the checkpoint.
 
         If several asynchronous saves have attachments, make a writer for each. `S3StorageReader.attachment` reads the
-        file; ``dcp-s3 cp`` into a directory writes it under its name. Ranks may attach the same bytes under one name; a
-        file of one rank needs a name of its own.
+        file. Ranks may attach the same bytes under one name; a file of one rank needs a name of its own.
 
         >>> writer = S3StorageWriter("s3://bucket/run/step-3000")
         >>> writer.attach("config.json", b'{"layers": 32}')
@@ -318,10 +320,9 @@ class S3StorageWriter(StorageWriter, AsyncStager):
             )
 
     def wait_committed(self, timeout: float | None = None) -> None:
-        """Wait until the last save of this writer is committed on S3. Useful with ``DCP_S3_DURABILITY=local``.
+        """Wait until the save of this writer that began last is committed on S3, after ``DCP_S3_DURABILITY=local``.
 
-        Every rank may call it. The last save is the one that began last, in any thread. A writer that has not saved in
-        this process (after a restart, on a rank with nothing to write, or if another process saves) waits for any
+        Every rank may call it. A writer that has not saved in this process, or had nothing to write, waits for any
         checkpoint at its URL.
 
         >>> writer = S3StorageWriter("s3://bucket/run/step-3000")
@@ -375,13 +376,19 @@ class S3StorageWriter(StorageWriter, AsyncStager):
 
         `dcp.async_save` calls this if it is given no ``async_stager``. The process keeps the buffers for its next save.
         """
-        return shared_stager(self.settings.staging_limit, self.settings.spill_dir).stage(state_dict)
+        staged, self.staged = self.staged, None
+        if staged is None:
+            return shared_stager(self.settings.staging_limit, self.settings.spill_dir).stage(state_dict)
+        if isinstance(staged, StagedState):
+            wait_for_saves()
+            AsyncSave().go_with(staged)
+        return staged
 
     def synchronize_staging(self) -> None:
         """Return: the copy is complete when `stage` returns."""
 
     def close(self) -> None:
-        """Nothing to release: threads end with each save, and connections belong to the process."""
+        """Return: threads end with each save, and connections belong to the process."""
 
     # --- internal -------------------------------------------------------------------------------------
 
@@ -393,8 +400,7 @@ class S3StorageWriter(StorageWriter, AsyncStager):
         return save
 
     def _choose_url(self) -> CheckpointURL:
-        """URL of this thread's next save. An InvalidURLError if there is none, a SaveProtocolError if it may be another
-        one."""
+        """URL of this thread's next save, of which there must be one (InvalidURLError), and only one."""
         url = self._here.url or self._url
         if url is None:
             raise InvalidURLError(
@@ -408,32 +414,16 @@ class S3StorageWriter(StorageWriter, AsyncStager):
             )
         return url
 
-    def _check_ranks(self, url: CheckpointURL, rank: int, use_collectives: bool) -> None:
-        """Refuse (SaveProtocolError) a save of some ranks that would be taken for the whole."""
-        if self._is_one_of_several and not process.is_initialized():
-            raise SaveProtocolError(
-                f"the save to {url} does not begin: the process group has been destroyed since its writer was made, "
-                "and what this rank alone holds must not be taken for the whole. Remedy: wait for the saves, or close "
-                "the CheckpointManager, before destroy_process_group(); to save this process's state, make a new writer"
-            )
-        is_part = self._members is not None and len(self._members) < process.world_size()
-        if not use_collectives and process.is_initialized() and (is_part or rank != process.rank()):
-            raise SaveProtocolError(
-                f"the save to {url} is one of some ranks, and without collectives all ranks of the job save together. "
-                "Remedy: save in a process group with collectives; to save the state of this rank alone, no_dist=True "
-                "without use_collectives=False"
-            )
-
-    def _tell_failed(self, error: Exception) -> None:
-        """This rank's save failed: tell it, also to the log if it is asynchronous."""
-        url = self._here.url or (self._last.url if self._last is not None else self._url)
-        if (background := current_save()) is not None:
-            background.error, background.if_unfinished = error, None
-        self._report(error, url, background is not None and not self.caller_reports)
-
-    def _report(self, error: Exception, url: CheckpointURL | None, logged: bool) -> None:
+    def _tell_failed(self, error: Exception, url: CheckpointURL | None = None) -> None:
+        """This rank's save failed: tell subscribers, and the log if it is asynchronous: that to ``url``, or the one of
+        this thread."""
+        is_logged = url is not None
+        if url is None:
+            url = self._here.url or (self._last.url if self._last is not None else self._url)
+            if (background := current_save()) is not None:
+                background.error, background.if_unfinished, is_logged = error, None, True
         step = None if url is None else find_step(url.name, self.settings)
-        if logged:
+        if is_logged and not self.caller_reports:
             logger.error(
                 "the asynchronous save%s to %s failed on rank %d: %s: %s%s",
                 "" if step is None else f" of step {step}", url, process.rank(), type(error).__name__, error,

@@ -1,9 +1,8 @@
 """The drain: uploads the spill directory to S3, and commits a checkpoint when all of it is there.
 
 This needs neither the processes that saved nor their collectives. Whoever drains the coordinator's directory writes
-``.metadata``, once S3 lists every object that it names with the right size. It does not matter who uploaded them.
-
-In each process that spills, one thread drains while training goes on. Only one process drains at a time.
+``.metadata``, once S3 lists every object that it names with the right size, whoever uploaded them. In each process that
+spills, one thread drains while training goes on. Only one process drains at a time.
 """
 
 from __future__ import annotations
@@ -39,8 +38,8 @@ from dcp_s3.memory import Piece, crc_hex
 from dcp_s3.process import reset_in_child
 from dcp_s3.s3.store import store_of
 from dcp_s3.settings import stored_settings
-from dcp_s3.spill.journal import SpilledCommit, SpilledObject, State
-from dcp_s3.spill.store import DamagedFileError, SpilledSave, SpillStore, crc_of_file
+from dcp_s3.spill.journal import JournalError, SpilledCommit, SpilledObject, State
+from dcp_s3.spill.store import DamagedFileError, SpilledSave, SpillStore, crc_of_file, read_journal
 from dcp_s3.store import Store
 from dcp_s3.units import format_seconds, format_size
 from dcp_s3.url import CheckpointURL, parse_url
@@ -69,12 +68,8 @@ class DrainReport:
 
 
 class Drainer:
-    """Empties a spill directory, as far as S3 lets it.
-
-    ``stop`` ends a pass after the current object; ``on_progress`` gets the number of bytes just uploaded; ``patience``
-    is the seconds after which a failing request is not retried in this pass; ``store`` is where all of it goes, if not
-    to the buckets of the journals.
-    """
+    """Empties a spill directory, as far as S3 lets it. ``stop`` ends a pass after the current object; ``on_progress``
+    gets the number of bytes just uploaded; ``patience`` is the seconds after which a failing request is not retried."""
 
     def __init__(
         self,
@@ -83,33 +78,31 @@ class Drainer:
         stop: threading.Event | None = None,
         on_progress: Callable[[int], None] = lambda _: None,
         patience: float | None = None,
-        store: Store | None = None,
     ) -> None:
-        self._spill_store, self._store = spill_store, store
-        self._stop = stop or threading.Event()
-        self._on_progress = on_progress
-        self._patience = patience
+        self.store, self._patience = spill_store, patience
+        self._stop, self._on_progress = stop or threading.Event(), on_progress
+        self._report = DrainReport()
 
     def run(self) -> DrainReport:
         """One pass over all saves, oldest first."""
-        report = DrainReport()
-        with self._spill_store.drainer() as alone:
+        report = self._report = DrainReport()
+        with self.store.drainer() as alone:
             if not alone:
                 report.busy = True
                 return report
-            self._spill_store.tidy()
-            for broken in self._spill_store.list_broken():
+            self.store.tidy()
+            for broken in self.store.list_broken():
                 if broken.is_final:
-                    self._spill_store.refuse(broken.path, broken.reason)
+                    self.store.refuse(broken.path, broken.reason)
                 (report.refused if broken.is_final else report.waiting)[broken.path.name] = broken.reason
-            saves = self._spill_store.scan()
+            saves = self.store.scan()
             # Data first: commits wait for it.
             for save in sorted(saves, key=lambda save: save.journal.commit is not None):
                 try:
-                    reason = _STOPPED if self._stop.is_set() else self._drain(save, report)
+                    reason = _STOPPED if self._stop.is_set() else self._drain(save)
                 except (DamagedFileError, errors.CheckpointExistsError, errors.InvalidURLError) as error:
                     report.refused[save.name] = str(error)
-                    self._spill_store.refuse(save.path, str(error))
+                    self.store.refuse(save.path, str(error))
                 except (errors.StorageError, errors.SpillError, errors.SettingsError, OSError) as error:
                     # A SettingsError here is about AWS's own chain in this process.
                     logger.debug("the spilled save %s waits: %s", save.name, error)
@@ -120,7 +113,7 @@ class Drainer:
                         report.waiting[save.name] = reason
         return report
 
-    def _drain(self, save: SpilledSave, report: DrainReport) -> str | None:
+    def _drain(self, save: SpilledSave) -> str | None:
         """Drain one save, and remove it. Returns why it waits; None if it does not."""
         url = parse_url(save.journal.url)
         if strange := [key for key in save.journal.keys if not key.startswith(url.key(""))]:
@@ -129,28 +122,29 @@ class Drainer:
             settings = stored_settings(save.journal.settings)
         except errors.SettingsError as error:
             raise DamagedFileError(f"the settings in its journal are not allowed: {error}") from None
-        store = self._store or store_of(url, settings, Limit(patience=self._patience))
+        store = store_of(url, settings, Limit(patience=self._patience))
         if save.journal.state is State.WRITING:
             if save.is_being_written():
                 return "it is being written"
-            # Its process may have finished since the scan: it seals or removes the save before it unlocks.
-            if not save.reload():
+            try:  # its process may have finished since the scan: it seals or removes the save before it unlocks
+                save.journal = read_journal(save.path)
+            except FileNotFoundError:
                 return None
         if save.journal.state is State.SEALED:
             if save.journal.commit is not None:
-                return self._commit(save, save.journal.commit, url, store, report)
-            return self._upload(save, url, store, report)
+                return self._commit(save, save.journal.commit, url, store)
+            return self._upload(save, url, store)
         # Its process died while writing: it was never reported durable.
         _abort_uploads(save, store)
         # Keep what a checkpoint needs: a journal may reappear after a power failure.
         needed = find_previous(store, SaveIdentity(url, save.journal.save_id)).keys
         store.delete(key for key in save.journal.keys if key not in needed)
         save.remove()
-        report.discarded.append(save.name)
+        self._report.discarded.append(save.name)
         logger.warning("gave up %s of %s: its process died before the save was done", save.name, save.journal.url)
         return None
 
-    def _upload(self, save: SpilledSave, url: CheckpointURL, store: Store, report: DrainReport) -> str | None:
+    def _upload(self, save: SpilledSave, url: CheckpointURL, store: Store) -> str | None:
         started, size = time.monotonic(), save.journal.size
         for spilled in save.journal.objects:
             if self._stop.is_set():
@@ -162,7 +156,7 @@ class Drainer:
             path.unlink(missing_ok=True)
             left = tuple(each for each in save.journal.objects if each.file != spilled.file)
             save.update(replace(save.journal, objects=left))
-            report.uploaded += spilled.entry.size
+            self._report.uploaded += spilled.entry.size
         _abort_uploads(save, store)  # uploads whose ids were lost, or whose abort failed
         save.remove()
         seconds = time.monotonic() - started
@@ -170,9 +164,7 @@ class Drainer:
         emit(Drained(url=save.journal.url, bytes=size, seconds=seconds))
         return None
 
-    def _commit(
-        self, save: SpilledSave, spilled: SpilledCommit, url: CheckpointURL, store: Store, report: DrainReport
-    ) -> str | None:
+    def _commit(self, save: SpilledSave, spilled: SpilledCommit, url: CheckpointURL, store: Store) -> str | None:
         """Commit a save once S3 has all its objects. Returns what is still missing there; None if it is committed."""
         created_at = save.journal.created_at
         identity = SaveIdentity(url, save.journal.save_id, spilled.rank)
@@ -188,10 +180,13 @@ class Drainer:
             else:
                 check_absent(store, identity)
             missing = list_directory(store, url).lacking({each.path: each.size for each in commit.objects}, exact=True)
-            refused = self._spill_store.refused_objects(str(url)) if missing else {}
-            for path in missing:
-                if path in refused:
-                    raise DamagedFileError(f"it can never be complete: {path} was set aside because {refused[path]}")
+            for refused in self.store.list_refused() if missing else ():
+                with contextlib.suppress(OSError, JournalError):
+                    journal = read_journal(refused.path)
+                    paths = {each.entry.path for each in journal.objects if journal.url == str(url)}
+                    if lost := paths.intersection(missing):
+                        why = f"{min(lost)} was set aside because {refused.reason}"
+                        raise DamagedFileError(f"it can never be complete: {why}")
             if missing:
                 return (
                     f"{len(missing)} of {len(commit.objects)} objects are not on S3 yet, the first {missing[0]}; they "
@@ -205,7 +200,7 @@ class Drainer:
             if not is_committed(store, identity):
                 raise
         save.remove()
-        report.committed.append(str(url))
+        self._report.committed.append(str(url))
         committed = Manifest.from_json(commit.manifest)
         event = Committed(
             url=str(url),
@@ -226,12 +221,8 @@ class Drainer:
 def _upload_file(
     store: Store, key: str, path: Path, spilled: SpilledObject, on_progress: Callable[[int], None]
 ) -> None:
-    """Put a spilled object on S3, unless it is there already.
-
-    Raises:
-        DamagedFileError: the file is gone or has changed. Nothing was uploaded.
-        StorageError: S3 refuses the request.
-    """
+    """Put a spilled object on S3, unless it is there already. A DamagedFileError if the file is gone or has changed:
+    nothing was uploaded."""
     size, part_size = spilled.entry.size, spilled.part_size
     crc: str | None = None
     is_there = False
@@ -306,18 +297,16 @@ def _reset_after_fork() -> None:
     _running.clear()
 
 
-class BackgroundDrain:
+class BackgroundDrain(Drainer):
     """Drains one spill directory until it is empty. If the process dies, another can go on."""
 
     def __init__(self, store: SpillStore, *, patience: float) -> None:
+        super().__init__(store, patience=patience)
         self.ended = False
         self.reasons: dict[str, str] = {}
         """Why saves wait, by save name, from the last pass."""
-        self.store = store
         self.wake = threading.Event()
         """Set when there is something new to drain."""
-        self._stop = threading.Event()
-        self._drainer = Drainer(store, stop=self._stop, patience=patience)
         self._thread = threading.Thread(target=self._work, name="dcp_s3-drain", daemon=True)
         self._thread.start()
 
@@ -332,7 +321,7 @@ class BackgroundDrain:
         while not self._stop.is_set():
             self.wake.clear()
             try:
-                report = self._drainer.run()
+                report = self.run()
             except Exception as error:
                 unexpected = not isinstance(error, errors.SpillError)
                 logger.warning("the drain of %s waits: %s", self.store.path, error, exc_info=unexpected)
@@ -374,12 +363,8 @@ def stop_draining() -> None:
 
 
 def wait_until_drained(store: SpillStore, save: SpilledSave, *, timeout: float | None = None) -> None:
-    """Wait until a spilled save is on S3, or its commit is done.
-
-    Raises:
-        CheckpointError: the save cannot be drained, and was set aside.
-        TimeoutError: ``timeout`` seconds have passed; the drain goes on.
-    """
+    """Wait until a spilled save is on S3, or its commit is done. A CheckpointError if it cannot be drained and was set
+    aside; a TimeoutError after ``timeout`` seconds: the drain goes on."""
     url = save.journal.url
     started = reported = time.monotonic()
     while save.path.exists():

@@ -1,7 +1,6 @@
 """The journal: a small file in the directory of each spilled save that says what is there and what is left to do. Pure.
 
-It is JSON, after one line with the CRC-64 of the rest. So a journal is either read exactly as written, or known to be
-damaged.
+It is JSON, after one line with the CRC-64 of the rest: either read exactly as written, or known to be damaged.
 """
 
 from __future__ import annotations
@@ -39,12 +38,10 @@ class State(str, Enum):
 
 @dataclass(frozen=True)
 class SpilledObject:
-    """One data object, stored in a file."""
+    """One data object, stored in a file of the save's directory."""
 
     entry: Entry
-    """Path relative to the checkpoint, size in bytes and CRC-64."""
     file: _FileName
-    """Name of the file in the save's directory."""
     part_size: int
     """Part size in bytes of its multipart upload."""
     crc64nvme: str
@@ -58,14 +55,12 @@ class SpilledCommit:
     objects: tuple[Entry, ...]
     """Every data object of the checkpoint, of all ranks."""
     overwrite: bool = False
-    """Whether an older checkpoint at the URL may be replaced."""
     rank: int | None = None
     """Rank in a save without collectives, otherwise None."""
     checksums: dict[str, str] = field(default_factory=dict)
     """CRC-64 of the two files by file name, 16 hex digits."""
     manifest: Literal["manifest.json"] = "manifest.json"
     metadata: Literal["metadata"] = "metadata"
-    """Names of the files with their bytes."""
 
 
 @dataclass(frozen=True)
@@ -97,11 +92,8 @@ class Journal:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Journal:
-        """Parse the output of `to_bytes`.
-
-        Raises:
-            JournalError: the journal is cut off, damaged, or of a version that this dcp_s3 cannot read.
-        """
+        """Parse the output of `to_bytes`. A JournalError if it is cut off, damaged, or of a version that this dcp_s3
+        cannot read."""
         head, _, body = data.partition(b"\n")
         if head != f"{_MAGIC} {crc_hex(crc64nvme(body))}".encode():
             raise JournalError("it is cut off or damaged: its checksum does not match")

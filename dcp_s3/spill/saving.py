@@ -26,7 +26,7 @@ from dcp_s3.s3.upload import Uploader
 from dcp_s3.settings import Settings
 from dcp_s3.spill.drain import drain_in_background, wait_until_drained
 from dcp_s3.spill.journal import MANIFEST, METADATA, Journal, SpilledCommit, SpilledObject
-from dcp_s3.spill.store import SaveWriter, SpilledSave, SpillStore, open_store
+from dcp_s3.spill.store import SpilledSave, SpillStore, open_store
 from dcp_s3.store import Batch, CopyRange, Store, StreamedObject
 from dcp_s3.stores.wrapper import StoreWrapper
 from dcp_s3.units import format_size
@@ -35,34 +35,9 @@ from dcp_s3.url import parse_url
 logger = logging.getLogger(__name__)
 
 
-def open_for_save(
-    s3: S3Store,
-    identity: SaveIdentity,
-    beginning: Beginning,
-    *,
-    rank: int,
-    overwrite: bool,
-    spills: bool,
-    on_event: Listener | None,
-) -> tuple[Store, Committer]:
-    """The store of one rank's part in a save, and what commits it: with a spill directory in the settings they spill,
-    if ``spills``."""
-    disk = open_store(s3.settings) if spills else None
-    if disk is None:
-        return s3, Committer(identity, beginning, overwrite=overwrite)
-    store = SpillingStore(s3, disk, str(identity.url), identity.save_id, rank, on_event)
-    return store, SpillingCommitter(store, identity, beginning, overwrite=overwrite)
-
-
 class SpillingStore(StoreWrapper):
-    """S3, with this host's disk for data objects that it does not take within `spill_after`, or for all of them.
-
-    Args:
-        s3: store that counts.
-        disk: spill directory of this save alone, from which a drain uploads.
-        url, save_id, rank: what the save is, for the journal.
-        on_event: gets the events.
-    """
+    """``s3``, with ``disk`` (a spill directory of this save alone) for data objects that it does not take within
+    `spill_after`, or for all of them; ``url``, ``save_id`` and ``rank`` are for the journal."""
 
     def __init__(
         self, s3: S3Store, disk: SpillStore, url: str, save_id: str, rank: int, on_event: Listener | None = None
@@ -99,21 +74,15 @@ class SpillingBatch(Batch):
     refuses goes to S3, however long that takes.
 
     The journal is on disk before the first request, with the keys of all objects, so that a drain can clean up if this
-    process dies.
-
-    Args:
-        uploader: an isolated one.
-        disk: spill directory of this save.
-        writer: writes the save's directory there.
-        on_event: gets the events.
+    process dies. ``uploader`` is an isolated one, ``save`` the directory on ``disk``, to be entered.
     """
 
-    def __init__(self, uploader: Uploader, disk: SpillStore, writer: SaveWriter, on_event: Listener | None) -> None:
-        self._uploader, self._disk, self._writer, self._on_event = uploader, disk, writer, on_event
+    def __init__(self, uploader: Uploader, disk: SpillStore, save: SpilledSave, on_event: Listener | None) -> None:
+        self._uploader, self._disk, self._save, self._on_event = uploader, disk, save, on_event
         self.chunk_size, self.in_flight, self.cancel = uploader.chunk_size, uploader.in_flight, uploader.cancel
         self._settings = uploader.store.settings
         self._local = self._settings.durability == "local"
-        self._journal = writer.save.journal
+        self._journal = save.journal
         self._lock = threading.Lock()
         self._objects: dict[str, SpilledObject] = {}
         self._refusal: SpillError | None = None
@@ -123,7 +92,7 @@ class SpillingBatch(Batch):
     def __enter__(self) -> SpillingBatch:
         self._uploader.__enter__()
         try:
-            self._writer.__enter__()
+            self._save.__enter__()
         except SpillError as error:
             logger.warning("this save cannot spill: %s", error)
             self._refusal = error
@@ -139,10 +108,10 @@ class SpillingBatch(Batch):
         finally:
             if self._refusal is None and self._uploader.unclean and not self._is_sealed:
                 for spilled in self._objects.values():
-                    (self._writer.save.path / spilled.file).unlink(missing_ok=True)
-                self._writer.close()  # the drain cleans up
+                    (self._save.path / spilled.file).unlink(missing_ok=True)
+                self._save.close()  # the drain cleans up
             elif self._refusal is None:
-                self._writer.__exit__()
+                self._save.__exit__()
         if self._is_sealed and kind is None:
             drain_in_background(self._disk, patience=self._settings.spill_after)
 
@@ -196,7 +165,7 @@ class SpillingBatch(Batch):
 
         part_size = choose_part_size(size, self._uploader.part_size)
         name = f"object-{self._journal.keys.index(key)}"
-        crc, size = self._writer.write_object(name, size, until_cancelled())
+        crc, size = self._save.write_object(name, size, until_cancelled())
         url, checksums = self._journal.url, self._settings.checksum != "none"
         path = key.removeprefix(parse_url(url).key(""))
         entry = ObjectEntry(path, size, crc_hex(crc) if checksums else None)
@@ -204,19 +173,15 @@ class SpillingBatch(Batch):
             self._objects[key] = SpilledObject(entry, name, part_size, crc_hex(crc))
         emit(Spilled(url=url, path=path, bytes=size, local=self._local, reason=reason), self._on_event)
         log = logger.info if self._local else logger.warning
-        log("spilled %s (%s) to %s: %s", path, format_size(size), self._writer.save.path, reason)
+        log("spilled %s (%s) to %s: %s", path, format_size(size), self._save.path, reason)
         return StreamedObject(size, crc if checksums else None, spilled=True)
 
     def settle(self) -> None:
-        """Make the spilled objects durable, for the drain.
-
-        Raises:
-            SpillError: the disk has no room for the journal.
-        """
+        """Make the spilled objects durable, for the drain. A SpillError if the disk has no room for the journal."""
         if self._refusal is not None or not (self._objects or self._uploader.unclean):
             return
         try:
-            self._writer.seal(replace(self._journal, objects=tuple(self._objects.values())))
+            self._save.seal(replace(self._journal, objects=tuple(self._objects.values())))
             self._is_sealed = True
         except SpillError as error:
             if self._objects:
@@ -241,10 +206,7 @@ class SpillingCommitter(Committer):
         super().__init__(identity, beginning, overwrite=overwrite)
         self._disk, self._settings = store.disk, store.settings
         self._unseen = False
-
-    def begin(self) -> None:
-        """Drain what an earlier process left on the disk."""
-        drain_in_background(self._disk, patience=self._settings.spill_after)
+        drain_in_background(self._disk, patience=self._settings.spill_after)  # what an earlier process left
 
     def check_url(self, store: Store) -> None:
         """Refuse to save also where the commit of an earlier save waits for S3."""
@@ -314,19 +276,13 @@ def spill_commit(
     checksums = {MANIFEST: crc_hex(crc64nvme(commit.manifest)), METADATA: crc_hex(crc64nvme(commit.metadata))}
     spilled = SpilledCommit(commit.objects, overwrite, identity.rank, checksums)
     journal = Journal(str(identity.url), identity.save_id, created_at, settings.model_dump(), commit=spilled)
-    with disk.begin(journal, "commit") as writer:
-        writer.write_file(MANIFEST, commit.manifest)
-        writer.write_file(METADATA, commit.metadata)
-        writer.seal(journal)
-        return writer.save
+    with disk.begin(journal, "commit") as save:
+        save.seal(journal, {MANIFEST: commit.manifest, METADATA: commit.metadata})
+    return save
 
 
 def drain_url(settings: Settings, url: str, timeout: float | None) -> None:
-    """Drain what this host's spill directory has of a checkpoint, if it has one, and wait for that.
-
-    Raises:
-        TimeoutError, CheckpointError: see `wait_until_drained`.
-    """
+    """Drain what this host's spill directory has of a checkpoint, if it has one, and `wait_until_drained`."""
     disk = open_store(settings)
     if disk is None:
         return

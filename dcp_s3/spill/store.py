@@ -1,6 +1,4 @@
-"""The spill directory: one directory for each spilled save, with its data files and its journal.
-
-::
+"""The spill directory: one directory for each spilled save, with its data files and its journal::
 
     {spill_dir}/
         saves/{time}-{save_id}-{rank or commit}-{random}/    journal, object files
@@ -8,8 +6,7 @@
         refused/...                             cannot be drained: kept for a person, with the reason in a file
         drainer.lock                            held by the process that drains
 
-Each change of a journal is written to a new file, which is flushed and renamed over the old one; then the directory is
-flushed. A process that writes a save holds a lock in its directory. The kernel drops it when the process dies.
+A process that writes a save holds a lock in its directory. The kernel drops it when the process dies.
 """
 
 from __future__ import annotations
@@ -22,12 +19,12 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from dcp_s3.errors import SpillError
-from dcp_s3.memory import Piece, combine_crc64nvme, crc64nvme, crc_hex
+from dcp_s3.memory import Piece, combine_crc64nvme, crc64nvme, crc_hex, views_of
 from dcp_s3.settings import Settings
 from dcp_s3.spill.journal import Journal, JournalError, SpilledCommit, State
 from dcp_s3.stores.directory import flush_directory
@@ -49,26 +46,23 @@ class DamagedFileError(SpillError):
 
 @dataclass(eq=False)
 class SpilledSave:
-    """One save's directory, as the drain sees it."""
+    """One save's directory. A context manager for the process that writes it: leaving it releases the lock. A save that
+    was not sealed by then is discarded."""
 
+    store: SpillStore
     path: Path
     journal: Journal
+    _lock: contextlib.ExitStack = field(default_factory=contextlib.ExitStack, repr=False)
 
     @property
     def name(self) -> str:
         return self.path.name
 
+    # --- for the drain ----------------------------------------------------------------------------------
+
     def update(self, journal: Journal) -> None:
         write_durably(self.path / _JOURNAL, journal.to_bytes())
         self.journal = journal
-
-    def reload(self) -> bool:
-        """Read the journal again; False if the save is gone."""
-        try:
-            self.journal = Journal.from_bytes((self.path / _JOURNAL).read_bytes())
-        except FileNotFoundError:
-            return False
-        return True
 
     def read_commit(self, commit: SpilledCommit) -> tuple[bytes, bytes]:
         """The manifest and ``.metadata`` that wait here."""
@@ -97,23 +91,15 @@ class SpilledSave:
             flush_directory(self.path)  # if the journal reappeared after a power failure, the drain would act on it
         shutil.rmtree(self.path, ignore_errors=True)
 
+    # --- for the process that writes it ---------------------------------------------------------------
 
-class SaveWriter:
-    """One save's directory while its process writes it. A context manager: leaving it releases the lock. A save that
-    was not sealed by then is discarded."""
-
-    def __init__(self, store: SpillStore, name: str, journal: Journal) -> None:
-        self._store = store
-        self.save = SpilledSave(store.saves / name, journal)
-        self._lock = contextlib.ExitStack()
-
-    def __enter__(self) -> SaveWriter:
+    def __enter__(self) -> SpilledSave:
         # Made elsewhere and moved: every directory in saves/ has a journal, and a lock while it is being written.
-        root, path, new = self._store.path, self.save.path, self._store.path / "new" / self.save.name
+        root, new = self.store.path, self.store.path / "new" / self.name
         with as_spill_error(root, "create a directory"):
-            self._store.make()
-            is_new = not self._store.saves.exists()
-            _make_private(self._store.saves)
+            self.store.make()
+            is_new = not self.store.saves.exists()
+            _make_private(self.store.saves)
             if is_new:
                 flush_directory(root)
                 flush_directory(root.parent)
@@ -121,51 +107,46 @@ class SaveWriter:
             new.mkdir(mode=0o700)
             try:
                 self._lock.enter_context(_locked(new / _WRITER_LOCK))
-                write_durably(new / _JOURNAL, self.save.journal.to_bytes())
-                new.rename(path)
-                flush_directory(self._store.saves)
+                write_durably(new / _JOURNAL, self.journal.to_bytes())
+                new.rename(self.path)
+                flush_directory(self.store.saves)
             except BaseException:
                 self.close()
                 shutil.rmtree(new, ignore_errors=True)
-                if path.exists():
-                    self.save.remove()
+                if self.path.exists():
+                    self.remove()
                 raise
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self.save.journal.state is State.WRITING:
-            self.save.remove()
+        if self.journal.state is State.WRITING:
+            self.remove()
         with contextlib.suppress(OSError):
-            (self.save.path / _WRITER_LOCK).unlink(missing_ok=True)
+            (self.path / _WRITER_LOCK).unlink(missing_ok=True)
         self.close()
 
     def close(self) -> None:
         """Release the lock, as if this process had died."""
         self._lock.close()
 
-    def write_file(self, name: str, data: bytes) -> None:
-        with as_spill_error(self._store.path, f"write {format_size(len(data))}"):
-            write_durably(self.save.path / name, data)
-
     def write_object(self, name: str, size: int, pieces: Iterable[Piece]) -> tuple[int, int]:
         """Write an object's pieces to a file, and flush it. ``size`` is an estimate. Returns CRC-64 and bytes. The file
         is removed if anything fails, the pieces included."""
-        path, where, offset = self.save.path / name, self._store.path, 0
+        path, where, offset = self.path / name, self.store.path, 0
         crcs: list[tuple[int, int]] = []
         fd = -1
         try:
-            with as_spill_error(where, f"reserve {format_size(size)}"), self._store.reservation(size):
+            with as_spill_error(where, f"reserve {format_size(size)}"), self.store.reservation(size):
                 fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
                 os.posix_fallocate(fd, 0, max(size, 1))
             for piece in pieces:
-                view = piece.view
-                assert view is not None  # noqa: S101 - a piece has its view until it is written
                 crcs.append((piece.checksum(), piece.size))
                 with as_spill_error(where, f"write {format_size(piece.size)}"):
-                    start = 0
-                    while start < piece.size:
-                        start += os.pwrite(fd, view[start:], offset + start)
-                offset += piece.size
+                    for view in views_of([piece]):
+                        start = 0
+                        while start < view.nbytes:
+                            start += os.pwrite(fd, view[start:], offset + start)
+                        offset += start
                 piece.view = None
             with as_spill_error(where, "flush a file"):
                 os.ftruncate(fd, offset)
@@ -179,11 +160,15 @@ class SaveWriter:
                 os.close(fd)
         return combine_crc64nvme(crcs), offset
 
-    def seal(self, journal: Journal) -> None:
-        """Make the save durable. Every file was flushed before; from here on the drain takes over."""
-        with as_spill_error(self._store.path, "write the journal"):
-            flush_directory(self.save.path)
-            self.save.update(replace(journal, state=State.SEALED))
+    def seal(self, journal: Journal, files: Mapping[str, bytes] | None = None) -> None:
+        """Make the save durable, with small files that belong to it. Every object was flushed before; from here on the
+        drain takes over."""
+        for name, data in (files or {}).items():
+            with as_spill_error(self.store.path, f"write {format_size(len(data))}"):
+                write_durably(self.path / name, data)
+        with as_spill_error(self.store.path, "write the journal"):
+            flush_directory(self.path)
+            self.update(replace(journal, state=State.SEALED))
 
 
 @dataclass(frozen=True)
@@ -211,10 +196,10 @@ class SpillStore:
         """Make the directory, for its owner only, if it is missing. One that is there stays as it is."""
         self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
 
-    def begin(self, journal: Journal, role: str) -> SaveWriter:
-        """Make a directory for one rank's objects of a save, or for its commit: ``role`` is the rank or ``commit``."""
+    def begin(self, journal: Journal, role: str) -> SpilledSave:
+        """One rank's objects of a save, or its commit, to be entered: ``role`` is the rank or ``commit``."""
         name = f"{int(journal.created_at * 1000):014d}-{journal.save_id}-{role}-{secrets.token_hex(3)}"
-        return SaveWriter(self, name, journal)
+        return SpilledSave(self, self.saves / name, journal)
 
     def scan(self) -> list[SpilledSave]:
         """The saves, oldest first, without damaged and unreadable ones."""
@@ -227,9 +212,9 @@ class SpillStore:
     def _read(self) -> Iterator[SpilledSave | RefusedSave]:
         for path in _directories(self.saves):
             try:
-                yield SpilledSave(path, Journal.from_bytes((path / _JOURNAL).read_bytes()))
+                yield SpilledSave(self, path, read_journal(path))
             except FileNotFoundError:
-                continue  # drained: its journal is removed first
+                continue
             except JournalError as error:
                 yield RefusedSave(path, f"the journal is damaged: {error}")
             except OSError as error:
@@ -265,16 +250,6 @@ class SpillStore:
         for path in _directories(self.refused):
             reason = path / _REASON
             found.append(RefusedSave(path, reason.read_text().strip() if reason.exists() else "unknown"))
-        return found
-
-    def refused_objects(self, url: str) -> dict[str, str]:
-        """The checkpoint's objects that were set aside: path to reason."""
-        found: dict[str, str] = {}
-        for refused in self.list_refused():
-            with contextlib.suppress(OSError, JournalError):
-                journal = Journal.from_bytes((refused.path / _JOURNAL).read_bytes())
-                if journal.url == url:
-                    found |= {spilled.entry.path: refused.reason for spilled in journal.objects}
         return found
 
     def size(self) -> int:
@@ -321,6 +296,11 @@ def open_store(settings: Settings) -> SpillStore | None:
     return None if settings.spill_dir is None else SpillStore(settings.spill_dir, limit=settings.spill_limit)
 
 
+def read_journal(directory: Path) -> Journal:
+    """The journal of a save. FileNotFoundError if it was drained: its journal is removed first."""
+    return Journal.from_bytes((directory / _JOURNAL).read_bytes())
+
+
 def _directories(path: Path) -> list[Path]:
     try:
         return sorted(each for each in path.iterdir() if each.is_dir())
@@ -333,11 +313,10 @@ def _locked(path: Path, flags: int = os.O_RDWR | os.O_CREAT, *, wait: bool = Tru
     """Hold the lock of a file. Yields False if another process holds it, unless it waits for that."""
     fd = os.open(path, flags | os.O_CLOEXEC, 0o600)
     try:
-        held = True
-        try:
+        held = False
+        with contextlib.suppress(BlockingIOError):
             fcntl.flock(fd, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-        except BlockingIOError:
-            held = False
+            held = True
         yield held
     finally:
         # Without the release, a forked child that inherited the file would keep the lock.

@@ -1,18 +1,14 @@
 """Hands a staged state to the thread of its save or to the checkpoint process, and a failed staging to the other ranks.
 
-One asynchronous save at a time. If two saves of one process group overlap, their collectives mix: one rank's plan of
-the first save meets another rank's plan of the second. DCP leaves it to its caller to avoid that. torch also sends all
-saves by `AsyncCheckpointerType.PROCESS` through one pipe without a lock, and starts the process with a collective step.
-So `stage`, which all ranks call in the same order, waits until the save before it has ended in this process. torch ends
-the thread of a save with the save; that the state is taken up in it shows which thread that is.
+One asynchronous save at a time: if two of one process group overlapped, their collectives would mix, and torch sends
+all saves by `AsyncCheckpointerType.PROCESS` through one pipe without a lock. So `stage`, which all ranks call in the
+same order, waits until the save before it has ended in this process. torch ends the thread of a save with the save;
+that the state is taken up in it shows which thread that is.
 
-`AsyncCheckpointerType.PROCESS` sends the state through a pipe with multiprocessing's pickler. There, and only there, a
-`StagedState` is pickled as its structure plus one file descriptor for each of its buffers; the bytes of the tensors are
-not pickled.
+To the checkpoint process goes a `StagedState` as its structure plus one file descriptor for each of its buffers.
 
 If `stage` raised on one rank, the others would wait forever for it in the collectives of the save. So with several
-ranks it returns a `FailedStaging` instead of a copy. This looks like a state until the save is in its first collective
-step. There it raises on its rank, and the save fails on all ranks with the cause.
+ranks it returns a state that raises on its rank in the first collective step: the save fails on all, with the cause.
 """
 
 from __future__ import annotations
@@ -43,8 +39,7 @@ logger = logging.getLogger(__name__)
 _LOOK_SECONDS = 0.02
 _REPORT_SECONDS = 30.0
 _LOST_SECONDS = 120.0
-"""In which a save whose state is staged begins, even if it has to start the checkpoint process first. Otherwise
-`async_save` raised after it had staged, or the state was staged for something else."""
+"""In which a save whose state is staged begins, unless `async_save` raised after it had staged."""
 _EXECUTOR = "AsyncCheckpointExecutor"
 """How the names of torch's threads for asynchronous saves begin (torch 2.9 to 2.15; tests/test_torch_private.py)."""
 
@@ -64,7 +59,7 @@ class AsyncSave:
 
     def __init__(self, *, sent: bool = False) -> None:
         self.has_ended = False
-        """Set without a lock: by the garbage collector, too, in any thread at any place, even one that waits for it."""
+        """Set without a lock: by the garbage collector, too, in any thread at any place."""
         self.stall_seconds: float | None = None
         """Seconds for which the training waited in `stage`; None: not known."""
         self.error: BaseException | None = None
@@ -97,28 +92,6 @@ class AsyncSave:
         with contextlib.suppress(ValueError):
             _saves.remove(self)
 
-    def finish(self) -> None:
-        """The save has ended: whoever keeps its future or its error does not keep its memory."""
-        try:
-            tell, self.if_unfinished = self.if_unfinished, None
-            if tell is not None:
-                tell()
-            if self.error is not None:
-                without_tracebacks(self.error)
-                self.error = None
-            if (state := self._state()) is not None:
-                state.release()
-        finally:
-            self.end()
-
-    def wait(self) -> bool:
-        """Wait a little. Returns whether the save has ended; one that nobody has begun for a long time is lost."""
-        if not self.has_ended:
-            time.sleep(_LOOK_SECONDS)
-            if self._lost_at is not None and time.monotonic() > self._lost_at:
-                self.end()
-        return self.has_ended
-
 
 class _Running:
     """The save of a thread. It goes when the thread ends, or begins another save."""
@@ -127,8 +100,21 @@ class _Running:
         self.save = save
 
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
-        if not is_finalizing():  # when modules may have lost their names already
-            self.save.finish()
+        if is_finalizing():  # modules may have lost their names already
+            return
+        # The save has ended: whoever keeps its future or its error does not keep its memory.
+        save = self.save
+        try:
+            tell, save.if_unfinished = save.if_unfinished, None
+            if tell is not None:
+                tell()
+            if save.error is not None:
+                without_tracebacks(save.error)
+                save.error = None
+            if (state := save._state()) is not None:
+                state.release()
+        finally:
+            save.end()
 
 
 _thread: Any = threading.local()
@@ -141,15 +127,18 @@ def current_save() -> AsyncSave | None:
 
 
 def wait_for_saves() -> None:
-    """Wait until the asynchronous saves of this process have ended. In the thread of one of them: those before it.
-    Otherwise two whose states were staged by two threads at once would wait for each other. A save may begin the next
-    one when its future is done."""
+    """Wait until the asynchronous saves of this process have ended; in the thread of one of them, those before it: two
+    whose states were staged by two threads at once must not wait for each other. A save that nobody has begun for a
+    long time is lost."""
     running, saves = getattr(_thread, "running", None), list(_saves)
     if running is not None and running.save in saves:
         saves = saves[: saves.index(running.save)]
     started = reported = time.monotonic()
     for save in saves:
-        while not save.wait():
+        while not save.has_ended:
+            time.sleep(_LOOK_SECONDS)
+            if save._lost_at is not None and time.monotonic() > save._lost_at:
+                save.end()
             if time.monotonic() - reported > _REPORT_SECONDS:
                 reported = time.monotonic()
                 logger.warning(
@@ -182,11 +171,7 @@ class StagedState(dict[str, Any]):
         self._released = False
 
     def begin(self, *, sent: bool = False) -> None:
-        """The state is taken up, see `AsyncSave.begin`.
-
-        Raises:
-            StagingError: its save has ended.
-        """
+        """The state is taken up, see `AsyncSave.begin`. A StagingError if its save has ended."""
         if self._released:
             raise StagingError(
                 "the save of this staged state has ended, and its memory is free. Remedy: stage the state again; a "
@@ -201,8 +186,7 @@ class StagedState(dict[str, Any]):
         return super().items()
 
     def release(self) -> None:
-        """Take the memory from the tensors. Who keeps the error of a save that failed keeps only their shells; a view
-        of one still keeps its memory."""
+        """Take the memory from the tensors; a view of one still keeps it."""
         self._released = True
         with torch.inference_mode():  # else tensors that were made in it cannot be changed
             for tensor in self._tensors:
@@ -214,15 +198,14 @@ class StagedState(dict[str, Any]):
         return dict, (dict(self),)
 
 
-class FailedStaging(StagedState):
-    """The state returned for a staging that failed."""
-
-    def __init__(self, error: BaseException) -> None:
-        if portable(error) is None:
-            error = StagingError(f"{type(error).__name__}: {error}")
-        without_tracebacks(error)
-        super().__init__({"__dcp_s3_staging_failed__": _RaiseWhenSaved(error)})
-        self.error = error
+def failed_staging(error: BaseException) -> StagedState:
+    """The state for a staging that failed."""
+    if portable(error) is None:
+        error = StagingError(f"{type(error).__name__}: {error}")
+    without_tracebacks(error)
+    state = StagedState({"__dcp_s3_staging_failed__": _RaiseWhenSaved(error)})
+    state.error = error
+    return state
 
 
 class _RaiseWhenSaved:
@@ -295,7 +278,7 @@ def _reduce(state: StagedState) -> tuple[Any, ...]:
     except Exception as error:  # noqa: BLE001 - it goes to all ranks
         # Raised here, it would reach only this rank, and the others would wait for its checkpoint process.
         why = StagingError(f"the state cannot be sent to the checkpoint process: {error!r}")
-        return _rebuild, (FailedStaging(why).error,)
+        return _rebuild, (failed_staging(why).error,)
     return _rebuild, (None, file.getvalue(), descriptors)
 
 
@@ -303,21 +286,15 @@ def _rebuild(
     error: BaseException | None, structure: bytes = b"", descriptors: Sequence[tuple[Any, int]] = ()
 ) -> StagedState:
     if error is not None:
-        state: StagedState = FailedStaging(error)
+        state = failed_staging(error)
     else:
-        buffers = [map_shared(descriptor.detach(), size) for descriptor, size in descriptors]
+        buffers = []
+        for descriptor, size in descriptors:
+            with os.fdopen(descriptor.detach(), "r+b") as file:
+                buffers.append(memoryview(mmap.mmap(file.fileno(), size)))
         state = StagedState(_BufferUnpickler(io.BytesIO(structure), buffers).load())
     AsyncSave(sent=True).go_with(state)
     return state
 
 
-def map_shared(fd: int, size: int) -> memoryview:
-    """Map the memory behind ``fd`` (of another process's buffer) and close ``fd``."""
-    try:
-        return memoryview(mmap.mmap(fd, size))
-    finally:
-        os.close(fd)
-
-
 ForkingPickler.register(StagedState, _reduce)
-ForkingPickler.register(FailedStaging, _reduce)

@@ -1,12 +1,12 @@
 """Host memory for staged tensors, and the pool in which it is used again, but never while anything can still read it.
 
-DCP does not tell a stager when an upload ends. But every staged tensor, and every view of one, keeps the `lease` of its
-buffer alive. So a weak reference to the lease tells whether the last reader is gone, however the save ended.
+Every staged tensor, and every view of one, keeps the `lease` of its buffer alive. The pool has a weak reference to it.
 """
 
 from __future__ import annotations
 
 import gc
+import itertools
 import logging
 import mmap
 import os
@@ -29,8 +29,7 @@ logger = logging.getLogger(__name__)
 Kind = Literal["private", "shared", "file"]
 
 GENERATIONS = 2
-"""Staged copies that may exist at a time: one is uploaded while the next one waits for its turn. More would let the
-training run further ahead of a link that does not keep up, at a whole copy of the state each."""
+"""Staged copies that may exist at a time: one is uploaded while the next one waits for its turn."""
 ALIGNMENT = 64
 """Alignment in bytes of each region in its buffer: a cache line, which is enough for any dtype."""
 
@@ -45,9 +44,8 @@ _FILES = (("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "me
 
 class HostBuffer:
     """``size`` bytes of host memory: ``private``, ``shared`` memory that another process can map, or an unnamed
-    ``file`` in ``directory``. Freed when neither the object nor a `lease` of it is left.
-
-    Space is reserved here, so that a full disk cannot show as a signal (SIGBUS) in the middle of a copy.
+    ``file`` in ``directory``. Freed when neither the object nor a `lease` of it is left. Space is reserved at once: a
+    full disk would show as a signal (SIGBUS) in the middle of a copy.
 
     Raises:
         StagingError: there is no room.
@@ -57,7 +55,7 @@ class HostBuffer:
         self.size, self.kind = size, kind
         self.fd = -1
         """File descriptor of memory that is not private."""
-        self._is_pinned = self._is_refused = False
+        self._is_pinned: bool | None = None  # None: not tried. It is used many times, and each would cost a warning
         where = {"private": "in memory", "shared": "in shared memory", "file": f"in the spill directory {directory!r}"}
         try:
             if kind == "private":
@@ -84,15 +82,13 @@ class HostBuffer:
 
     def pin(self) -> None:
         """Register the memory with CUDA, so that copies from a GPU do not block. Without it they are only slower."""
-        if self._is_pinned or self._is_refused or self.kind == "file":
-            return
-        try:
-            torch_private.pin_memory(self.address, self.size)
-        except RuntimeError as error:
-            self._is_refused = True  # it is used many times, and each would cost a warning
-            logger.warning("%s of staging memory stays unpinned: %s", format_size(self.size), str(error))
-        else:
-            self._is_pinned = True
+        if self._is_pinned is None and self.kind != "file":
+            try:
+                torch_private.pin_memory(self.address, self.size)
+                self._is_pinned = True
+            except RuntimeError as error:
+                self._is_pinned = False
+                logger.warning("%s of staging memory stays unpinned: %s", format_size(self.size), str(error))
 
     def lease(self) -> memoryview:
         """A view of the whole memory. Tensors made from it by `torch.frombuffer`, and all views of them, keep it alive.
@@ -133,21 +129,16 @@ class BufferPool:
         self._lock = threading.Lock()
         self._closed = threading.Event()
 
-    def acquire(self, sizes: Sequence[int], *, pin: bool = False) -> list[Slot]:
-        """Memory for regions of ``sizes`` bytes (none is zero). Waits while all generations, or the budget, are in use.
-
-        Raises:
-            StagingError: the request exceeds the budget even when nothing else is in use, and there is no spill
-                directory.
-            StagingError: there is no room for the buffers.
-        """
+    def acquire(self, sizes: Sequence[int], *, pin: bool = False, wait: bool = True) -> list[Slot]:
+        """Memory for regions of ``sizes`` bytes (none is zero). Waits while all generations, or the budget, are in use;
+        without ``wait`` returns none then. A StagingError if there is no room, or if the request alone exceeds the
+        budget and there is no spill directory."""
         if not sizes:
             return []
         started = reported = collected = 0.0
-        while True:
-            found = self._try(sizes)
-            if not isinstance(found, str):
-                break
+        while isinstance(found := self._try(sizes), str):
+            if not wait:
+                return []
             now = time.monotonic()
             if now - collected >= _COLLECT_SECONDS:
                 # The errors of parts and buckets that a failed save did not raise may be in cycles with their own
@@ -167,18 +158,6 @@ class BufferPool:
             slot.buffer.pin()
         return found
 
-    def acquire_at_once(self, size: int, *, pin: bool) -> Slot | None:
-        """Memory for one region; None if all is in use, or there is none."""
-        try:
-            found = self._try([size])
-        except StagingError:
-            return None
-        if isinstance(found, str):
-            return None
-        if pin:
-            found[0].buffer.pin()
-        return found[0]
-
     def close(self) -> None:
         """Free what is not in use now, and the rest once its last user is gone. Waiting requests get an error."""
         self._closed.set()
@@ -197,11 +176,14 @@ class BufferPool:
                 raise StagingError("the stager was closed. Remedy: close it after the last save, or make a new one")
             if len(self._in_use) >= self.generations:
                 return f"{len(self._in_use)} earlier saves still hold their staged copies, as many as may exist at once"
-            room = None
+            # The smallest come first, so that few and large regions go to disk.
+            order = sorted(range(len(sizes)), key=lambda number: sizes[number])
+            in_memory = order
             if self.limit is not None:
-                room = max(0, self.limit - sum(b.size for b in self._used() if b.kind != "file"))
-            in_memory = _split(sizes, room)
-            if self.spill_dir is None and not all(in_memory):
+                room = max(0, self.limit - sum(each.size for each in self._used() if each.kind != "file"))
+                totals = itertools.accumulate(_aligned(sizes[number]) for number in order)
+                in_memory = order[: sum(total <= room for total in totals)]
+            if self.spill_dir is None and len(in_memory) < len(order):
                 limit = f"the {format_size(self.limit or 0)} that DCP_S3_STAGING_LIMIT allows this process"
                 if self._in_use:
                     return f"earlier saves still hold most of {limit}, and DCP_S3_SPILL_DIR is not set"
@@ -209,28 +191,24 @@ class BufferPool:
                     f"the state to stage has {format_size(sum(sizes))}, more than {limit}. Remedy: raise "
                     "DCP_S3_STAGING_LIMIT, or set DCP_S3_SPILL_DIR to a local directory, where the rest is then staged"
                 )
-            return self._allocate(sizes, in_memory)
-
-    def _allocate(self, sizes: Sequence[int], in_memory: Sequence[bool]) -> list[Slot]:
-        leased: list[tuple[memoryview, HostBuffer]] = []
-        slots: dict[int, Slot] = {}
-        kinds: tuple[tuple[Kind, bool], ...] = (("shared" if self.shared else "private", True), ("file", False))
-        try:
-            for kind, chosen in kinds:
-                numbers = [number for number, each in enumerate(in_memory) if each == chosen]
-                if numbers:
-                    total = sum(_aligned(sizes[number]) for number in numbers)
-                    buffer = self._take(total, kind)
-                    lease, offset = buffer.lease(), 0
-                    leased.append((lease, buffer))
-                    for number in numbers:
-                        slots[number] = Slot(buffer, lease, offset)
-                        offset += _aligned(sizes[number])
-        except BaseException:
-            self._free += [buffer for _, buffer in leased]
-            raise
-        self._in_use.append([(weakref.ref(lease), buffer) for lease, buffer in leased])
-        return [slots[number] for number in range(len(sizes))]
+            leased: list[tuple[memoryview, HostBuffer]] = []
+            slots: dict[int, Slot] = {}
+            memory: Kind = "shared" if self.shared else "private"
+            parts: tuple[tuple[Kind, list[int]], ...] = ((memory, in_memory), ("file", order[len(in_memory) :]))
+            try:
+                for kind, numbers in parts:
+                    if numbers:
+                        buffer = self._take(sum(_aligned(sizes[number]) for number in numbers), kind)
+                        lease, offset = buffer.lease(), 0
+                        leased.append((lease, buffer))
+                        for number in sorted(numbers):
+                            slots[number] = Slot(buffer, lease, offset)
+                            offset += _aligned(sizes[number])
+            except BaseException:
+                self._free += [buffer for _, buffer in leased]
+                raise
+            self._in_use.append([(weakref.ref(lease), buffer) for lease, buffer in leased])
+            return [slots[number] for number in range(len(sizes))]
 
     def _take(self, size: int, kind: Kind) -> HostBuffer:
         """A free buffer that fits, or a new one. What was unused longest makes room for that: no more buffers are kept
@@ -266,27 +244,9 @@ def _aligned(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
-def _split(sizes: Sequence[int], room: int | None) -> list[bool]:
-    """Which regions fit in memory of ``room`` bytes (None: no limit). The others go to disk.
-
-    The smallest come first, so that few and large regions go to disk.
-    """
-    in_memory = [room is None] * len(sizes)
-    if room is not None:
-        for number in sorted(range(len(sizes)), key=lambda number: sizes[number]):
-            room -= _aligned(sizes[number])
-            if room < 0:
-                break
-            in_memory[number] = True
-    return in_memory
-
-
 def measure_available(proc: Path = Path("/proc"), cgroup: Path = _CGROUP) -> int:
-    """Bytes of memory that can still be used: the host's, or the container's if that is less.
-
-    Raises:
-        OSError: this system does not report it.
-    """
+    """Bytes of memory that can still be used: the host's, or the container's if that is less. An OSError if this system
+    does not report it."""
     host = _read_field(proc / "meminfo", "MemAvailable:")
     if host is None:
         raise OSError(f"no MemAvailable in {proc}/meminfo")

@@ -1,9 +1,4 @@
-"""A copy of a state: its structure at once, then the bytes of its tensors, from CPU memory or accelerators.
-
-torch's own copy within host memory splits each tensor among its threads and waits for all of them. With a hundred
-tensors, and one core busy with a data loader or an upload, it waits a hundred times for the slowest thread. In
-`_run_copies` each thread takes the next piece.
-"""
+"""A copy of a state: its structure at once, then the bytes of its tensors, from CPU memory or accelerators."""
 
 from __future__ import annotations
 
@@ -50,7 +45,7 @@ class _Region(NamedTuple):
 
 
 class _Hole:
-    """The place of a tensor: ``build`` makes the staged tensor from the staged plain tensors, once."""
+    """The place of a value in which there are tensors: ``build`` makes it from the staged plain tensors, once."""
 
     def __init__(self, build: _Build) -> None:
         self._build, self._made = build, None
@@ -63,15 +58,12 @@ class _Hole:
 
 class Snapshot:
     """A state without its tensors' bytes, which `copy` adds: what they hold after all work queued so far on the
-    caller's streams. Containers and other values are copies, independent of the original.
+    caller's streams.
 
     Args:
         state: containers (dicts, lists, tuples and subclasses) of tensors and other values. The other values are copied
             by `copy.deepcopy`; tensors inside them are copied to CPU memory at once.
         watched: whether `copy` rejects tensors that were changed in place, or freed, since now.
-
-    Raises:
-        StagingError: a value cannot be copied, or a tensor's memory was freed.
     """
 
     def __init__(self, state: dict[str, Any], *, watched: bool = False) -> None:
@@ -81,10 +73,11 @@ class Snapshot:
         self._watched: list[torch.Tensor] = []
         self._regions: dict[Any, _Region] = {}
         self._holes: dict[int, tuple[_Hole, torch.Tensor]] = {}  # by the tensor's id; kept, so that the id stays unique
+        self._places: list[tuple[Any, Any]] = []  # containers and keys of holes, the inner ones first
         self._memo: dict[int, Any] = {}
         self._path: list[Any] = []
         with torch.no_grad(), collector_paused():
-            self._structure = self._copy(state)
+            self._structure: Any = self._copy(state)
         self._memo.clear()
         self._holes.clear()
         self._versions = self._read_versions() if watched else None
@@ -98,14 +91,8 @@ class Snapshot:
     # --- the bytes of the tensors -------------------------------------------------------------------------
 
     def copy(self, pool: BufferPool) -> tuple[dict[str, Any], list[torch.Tensor], list[HostBuffer]]:
-        """Copy the tensors to memory from ``pool``. Can be called once, in any thread.
-
-        Returns:
-            When the bytes are there: the copied state, its plain tensors, and the buffers that hold them.
-
-        Raises:
-            StagingError: there is no memory, or tensors that are watched have changed.
-        """
+        """Copy the tensors to memory from ``pool``: once, in any thread. Returns the copied state, its plain tensors,
+        and the buffers that hold them."""
         if self._device is not None:
             torch.accelerator.set_device_index(self._device)  # a new thread would make a context on device 0
         regions = list(self._regions.values())
@@ -133,8 +120,10 @@ class Snapshot:
                     "before the next optimizer step, or use a blocking stager: S3Stager(asynchronous=False)"
                 )
             tensors = [staged[number] for number in range(len(self._tensors))]
-            filled: dict[str, Any] = _fill(self._structure, tensors)
-        self._structure = None
+            for container, key in self._places:
+                container[key] = container[key].fill(tensors)
+        filled, self._structure = self._structure, None
+        self._places.clear()
         return filled, tensors, list({id(slot.buffer): slot.buffer for slot in slots}.values())
 
     def _copy_region(self, region: _Region, slot: Slot, pending: list[_MemoryCopy]) -> torch.Tensor:
@@ -181,20 +170,20 @@ class Snapshot:
         known = self._memo.get(id(value))
         if known is not None:
             return known
-        if isinstance(value, dict):
-            copied = {} if kind is dict else _shallow_copy(value)
+        if isinstance(value, (dict, list)):
+            copied: Any = copy.copy(value)  # for the attributes of a subclass
+            copied.clear()
             self._memo[id(value)] = copied
-            for key, entry in value.items():
-                copied[key] = self._copy_at(key, entry)
+            if isinstance(value, list):
+                copied += [None] * len(value)
+            for key, entry in list(value.items() if isinstance(value, dict) else enumerate(value)):
+                self._put(copied, key, entry)
             return copied
-        if isinstance(value, list):
-            entries: list[Any] = [] if kind is list else _shallow_copy(value)
-            self._memo[id(value)] = entries
-            entries[:] = [self._copy_at(number, entry) for number, entry in enumerate(value)]
-            return entries
         if kind is tuple or (isinstance(value, tuple) and hasattr(value, "_fields")):
-            items = [self._copy_at(number, entry) for number, entry in enumerate(value)]
-            return tuple(items) if kind is tuple else kind._make(items)
+            entries, make = [None] * len(value), tuple if kind is tuple else kind._make
+            for number, entry in enumerate(value):
+                self._put(entries, number, entry)
+            return _Hole(lambda _: make(entries)) if _Hole in map(type, entries) else make(entries)
         try:
             if isinstance(value, torch.Tensor):  # the same hole for every occurrence
                 if id(value) not in self._holes:
@@ -205,21 +194,21 @@ class Snapshot:
         except StagingError:
             raise
         except Exception as error:
+            name = ".".join(map(str, self._path))
             raise StagingError(
-                f"{self._name()} is a {kind.__module__}.{kind.__qualname__} that cannot be copied ({error}), so an "
+                f"{name!r} is a {kind.__module__}.{kind.__qualname__} that cannot be copied ({error}), so an "
                 "asynchronous save of it would not be safe from changes. Remedy: leave it out of the state"
             ) from error
 
-    def _copy_at(self, key: Any, value: Any) -> Any:
-        if type(value) in _ATOMIC:
-            return value
-        self._path.append(key)
-        copied = self._copy(value)
-        self._path.pop()
-        return copied
-
-    def _name(self) -> str:
-        return repr(".".join(map(str, self._path)))
+    def _put(self, container: Any, key: Any, value: Any) -> None:
+        """Put a copy of an entry of a container in its place."""
+        if type(value) not in _ATOMIC:
+            self._path.append(key)
+            value = self._copy(value)
+            self._path.pop()
+            if type(value) is _Hole:
+                self._places.append((container, key))
+        container[key] = value
 
     def _build(self, tensor: Any) -> _Build:
         if hasattr(tensor, "trigger_wait"):  # AsyncCollectiveTensor: the result of a collective under way
@@ -228,21 +217,33 @@ class Snapshot:
             shards = [self._build(shard.tensor) for shard in tensor.local_shards()]
             return lambda staged: torch_private.rebuild_sharded_tensor(tensor, [build(staged) for build in shards])
         if torch_private.is_traceable_wrapper_subclass(tensor):
-            return self._build_wrapper(tensor)
+            names, context = tensor.__tensor_flatten__()
+            values = {name: getattr(tensor, name) for name in names}
+            self._watched.append(tensor)
+            inner = {n: self._build(value) for n, value in values.items() if isinstance(value, torch.Tensor)}
+            others = {n: value for n, value in values.items() if n not in inner}
+            cls, size, stride = type(tensor), tensor.size(), tensor.stride()
+
+            def build(staged: Sequence[torch.Tensor]) -> Any:
+                parts = {**others, **{name: make(staged) for name, make in inner.items()}}
+                return cls.__tensor_unflatten__(parts, context, size, stride)
+
+            return build
         if not _is_memory(tensor):  # sparse, quantized, nested: copied outside the pool
             apart = tensor if tensor.device.type == "meta" else tensor.detach().to("cpu", copy=True)
             return lambda _: apart
         region, stop = _region(tensor)
         storage = tensor.untyped_storage()
         if region.size and storage.nbytes() < stop:
+            name = ".".join(map(str, self._path))
             raise StagingError(
-                f"{self._name()} (shape {tuple(tensor.shape)}) has no memory: its storage was freed, as FSDP does "
+                f"{name!r} (shape {tuple(tensor.shape)}) has no memory: its storage was freed, as FSDP does "
                 "outside of its own state_dict. Remedy: take the state with "
                 "torch.distributed.checkpoint.state_dict.get_state_dict"
             )
         if tensor.is_conj():
-            build = self._build(tensor.conj())
-            return lambda staged: build(staged).conj()
+            conjugated = self._build(tensor.conj())
+            return lambda staged: conjugated(staged).conj()
         number = len(self._tensors)
         self._tensors.append(tensor.detach())
         self._watched.append(self._tensors[-1])
@@ -250,37 +251,6 @@ class Snapshot:
             key = (tensor.device, storage.data_ptr(), region.start, tensor.dtype, tensor.shape, tensor.stride())
             self._regions.setdefault(key, region).tensors.append(number)
         return lambda staged: staged[number]
-
-    def _build_wrapper(self, tensor: Any) -> _Build:
-        names, context = tensor.__tensor_flatten__()
-        values = {name: getattr(tensor, name) for name in names}
-        self._watched.append(tensor)
-        inner = {n: self._build(value) for n, value in values.items() if isinstance(value, torch.Tensor)}
-        others = {n: value for n, value in values.items() if n not in inner}
-        cls, size, stride = type(tensor), tensor.size(), tensor.stride()
-
-        def build(staged: Sequence[torch.Tensor]) -> Any:
-            parts = {**others, **{name: make(staged) for name, make in inner.items()}}
-            return cls.__tensor_unflatten__(parts, context, size, stride)
-
-        return build
-
-
-def _fill(value: Any, staged: Sequence[torch.Tensor]) -> Any:
-    """``value`` with tensors in place of its holes; dicts and lists are changed in place."""
-    kind = type(value)
-    if kind in _ATOMIC:
-        return value
-    if kind is _Hole:
-        return value.fill(staged)
-    if isinstance(value, (dict, list)):
-        for key, entry in list(value.items() if isinstance(value, dict) else enumerate(value)):
-            if type(entry) not in _ATOMIC:
-                value[key] = _fill(entry, staged)
-    elif isinstance(value, tuple) and (kind is tuple or hasattr(value, "_fields")):
-        items = [_fill(entry, staged) for entry in value]
-        return tuple(items) if kind is tuple else kind._make(items)
-    return value
 
 
 class _OffloadCopies(TorchFunctionMode):
@@ -320,15 +290,9 @@ def _region(tensor: torch.Tensor) -> tuple[_Region, int]:
     return _Region([], start, nbytes if is_sparse else reach, gathered=is_sparse), start + reach
 
 
-def _shallow_copy(value: Any) -> Any:
-    """An empty container like ``value``, with its attributes."""
-    copied = copy.copy(value)
-    copied.clear()
-    return copied
-
-
 def _run_copies(copies: Sequence[_MemoryCopy]) -> None:
-    """Carry out ``copies``, which must not overlap. Returns when all are done."""
+    """Carry out ``copies``, which must not overlap. Each thread takes the next piece: torch's own copy splits each
+    tensor among its threads, and waits for the slowest of them with each."""
     pieces: queue.SimpleQueue[_MemoryCopy] = queue.SimpleQueue()
     for target, source, size in copies:
         for start in range(0, size, _PIECE):

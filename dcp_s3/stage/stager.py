@@ -15,7 +15,7 @@ from dcp_s3.events import Listener, SaveFailed, Staged, emit
 from dcp_s3.failures import without_tracebacks
 from dcp_s3.process import local_world_size, world_size
 from dcp_s3.settings import Settings, SettingsLike, resolve_settings
-from dcp_s3.stage.handover import AsyncSave, FailedStaging, StagedState, wait_for_saves
+from dcp_s3.stage.handover import AsyncSave, StagedState, failed_staging, wait_for_saves
 from dcp_s3.stage.memory import BufferPool, measure_available
 from dcp_s3.stage.snapshot import Snapshot
 from dcp_s3.units import format_size, one_line
@@ -28,10 +28,8 @@ class S3Stager(AsyncStager):
     """Copies the state to host memory for `dcp.async_save`, so that training can go on and change it.
 
     Buffers are reused, but never while a save can still read them. ``DCP_S3_STAGING_LIMIT`` bounds the memory; what
-    exceeds it is staged in files in ``DCP_S3_SPILL_DIR``.
-
-    One stager may be used for any number of saves, with any writer, by one thread at a time. `stage` waits until the
-    save before it, of any stager, has ended.
+    exceeds it is staged in files in ``DCP_S3_SPILL_DIR``. One stager serves any number of saves, with any writer, by
+    one thread at a time.
 
     >>> stager = S3Stager(asynchronous=True)
     >>> writer = S3StorageWriter("s3://bucket/run/step-3000")
@@ -142,7 +140,13 @@ class S3Stager(AsyncStager):
             return future
         if copying is None:
             return self._copy(snapshot, save, began)
-        copying.add_done_callback(_log_failure)
+
+        def log_failure(copying: Future[StagedState]) -> None:  # the save ends before its writer learns of it
+            if (error := copying.exception()) is not None:
+                what = "the asynchronous save failed: its state could not be staged: %s: %s"
+                logger.error(what, type(error).__name__, error)
+
+        copying.add_done_callback(log_failure)
         return copying
 
     def _copy(self, snapshot: Snapshot, save: AsyncSave | None, began: float) -> StagedState:
@@ -172,44 +176,10 @@ class S3Stager(AsyncStager):
             if save is not None:
                 save.end()
             raise error
-        failed = FailedStaging(error)
+        failed = failed_staging(error)
         if save is not None:
             save.go_with(failed)
         return failed
-
-
-def _log_failure(copying: Future[dict[str, Any]]) -> None:
-    """Log why a background copy failed: the save ends before its writer learns of it."""
-    error = copying.exception()
-    if error is not None:
-        logger.error("the asynchronous save failed: its state could not be staged: %s: %s", type(error).__name__, error)
-
-
-class StagedBefore(AsyncStager):
-    """Hands a `dcp.async_save` the copy that was made for it by `S3Stager.stage_now`, whatever state it is called with.
-    ``stall_seconds``: for which the training waited for the copy."""
-
-    _synchronize_after_execute = False
-
-    def __init__(self, staged: dict[str, Any], stall_seconds: float) -> None:
-        self._staged: dict[str, Any] | None = staged
-        self._stall_seconds = stall_seconds
-
-    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """The copy, once."""
-        staged, self._staged = self._staged, None
-        if isinstance(staged, StagedState):
-            wait_for_saves()
-            save = AsyncSave()
-            save.stall_seconds = self._stall_seconds
-            save.go_with(staged)
-        return state_dict if staged is None else staged
-
-    def synchronize_staging(self) -> None:
-        """The copy is complete."""
-
-    def close(self) -> None:
-        """Nothing is left to clean up: the copy belongs to the stager that made it."""
 
 
 @functools.lru_cache(maxsize=8)

@@ -9,7 +9,6 @@ import time
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import BinaryIO
 
 from dcp_s3 import errors
 from dcp_s3.limit import UNLIMITED, Limit
@@ -112,36 +111,29 @@ class DirectoryStore(Store):
     def page(self, prefix: str, delimiter: str = "", *, token: str | None = None) -> Page:
         """All of them: one page."""
         self.limit.check(f"list of {prefix}")
+        found, objects, prefixes = list[ListedObject](), list[ListedObject](), dict[str, None]()
+        below = prefix.rpartition("/")[0]
+        try:
+            start = self._path(below) if below else self._root
+        except errors.StorageError:  # no key of this store begins like this
+            return Page((), (), None, time.time())
         with self._clear_errors("list", prefix):
-            found = sorted(self._walk(prefix), key=lambda each: each.key.encode("utf-8", "surrogatepass"))
-        objects, prefixes = list[ListedObject](), dict[str, None]()
-        for each in found:
+            for directory, _, names in os.walk(start, onerror=_raise_unless_gone):
+                parent = os.path.relpath(directory, self._root)
+                for name in names:
+                    key = name if parent == "." else f"{parent}/{name}"
+                    if name.startswith(HIDDEN) or not key.startswith(prefix):
+                        continue
+                    with contextlib.suppress(FileNotFoundError):  # just deleted
+                        stat = os.stat(os.path.join(directory, name))
+                        found.append(ListedObject(key, stat.st_size, stat.st_mtime, _etag(stat)))
+        for each in sorted(found, key=lambda each: each.key.encode("utf-8", "surrogatepass")):
             end = each.key.find(delimiter, len(prefix)) if delimiter else -1
             if end < 0:
                 objects.append(each)
             else:
                 prefixes[each.key[: end + len(delimiter)]] = None
         return Page(tuple(objects), tuple(prefixes), None, time.time())
-
-    def _walk(self, prefix: str) -> Iterator[ListedObject]:
-        below = prefix.rpartition("/")[0]
-        try:
-            start = self._path(below) if below else self._root
-        except errors.StorageError:  # no key of this store begins like this
-            return
-        for directory, _, names in os.walk(start, onerror=_raise_unless_gone):
-            parent = os.path.relpath(directory, self._root)
-            for name in names:
-                if name.startswith(HIDDEN):
-                    continue
-                key = name if parent == "." else f"{parent}/{name}"
-                if not key.startswith(prefix):
-                    continue
-                try:
-                    stat = os.stat(os.path.join(directory, name))
-                except FileNotFoundError:
-                    continue  # just deleted
-                yield ListedObject(key, stat.st_size, stat.st_mtime, _etag(stat))
 
     # --- writing ----------------------------------------------------------------------------------------
 
@@ -160,7 +152,12 @@ class DirectoryStore(Store):
         self.limit.check(f"put of {key}")
         with self._clear_errors("put", key):
             try:
-                with _create(temporary) as file:
+                while True:
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    with contextlib.suppress(FileNotFoundError):  # somebody deleted the directory's last object
+                        file = temporary.open("xb")
+                        break
+                with file:
                     for piece in pieces:
                         self.limit.check(f"put of {key}")
                         sent.append((piece.checksum(), piece.size))
@@ -211,15 +208,6 @@ class DirectoryStore(Store):
 
 def _etag(stat: os.stat_result) -> str:
     return f'"{stat.st_ino:x}-{stat.st_mtime_ns:x}-{stat.st_size:x}"'
-
-
-def _create(path: Path) -> BinaryIO:
-    while True:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            return path.open("xb")
-        except FileNotFoundError:
-            continue  # somebody deleted the last object of the directory
 
 
 def flush_directory(path: Path) -> None:

@@ -21,7 +21,7 @@ from dcp_s3.format.control_files import ObjectEntry
 from dcp_s3.format.layout import data_object
 from dcp_s3.memory import combine_crc64nvme, crc64nvme, crc_hex
 from dcp_s3.save import incremental
-from dcp_s3.save.incremental import LastSaves, SavedItem, SavedObject, find_unchanged, plan_changes, saved_items
+from dcp_s3.save.incremental import SavedItem, SavedObject, find_unchanged, plan_changes, recall, remember
 from dcp_s3.save.objects import ItemWriteResult
 from dcp_s3.save.plan import WriteBucket
 from dcp_s3.settings import MIN_PART_SIZE, Settings
@@ -98,7 +98,8 @@ class Model:
                 )  # fmt: skip
                 offset += info.length
                 results.append(ItemWriteResult(each.index, info.length, info, entry if place == 0 else None))
-        self.saved = dict(saved_items(url, self.items, results))
+        remember(url, 0, self.items, results)
+        self.saved = dict(recall(url, 0))
         assert set(self.saved) == {each.index for each in self.items}
         return sent, copied
 
@@ -229,19 +230,21 @@ def test_a_tensor_has_not_changed_if_its_bytes_have_not(size: int) -> None:
         assert not unchanged(tensor, other)
 
 
+_ZEROS = torch.zeros(8)
+
+
 @pytest.mark.parametrize(
-    "after",
-    [torch.zeros(8, dtype=torch.int32), torch.zeros(4, 2), torch.zeros(9), torch.zeros(8).to_sparse()],
-    ids=["dtype", "shape", "size", "sparse"],
-)
-def test_another_dtype_shape_or_layout_is_a_change(after: Any) -> None:
-    assert not unchanged(torch.zeros(8), after)
-
-
-@pytest.mark.parametrize("planned", [torch.zeros(8, dtype=torch.bfloat16), torch.zeros(4, 2)], ids=["dtype", "shape"])
-def test_what_is_planned_as_something_else_than_it_is_has_changed(planned: torch.Tensor) -> None:
-    """Its item is no raw bytes of what the metadata say."""
-    assert not unchanged(torch.zeros(8), torch.zeros(8), planned)
+    ("after", "planned"),
+    [
+        (torch.zeros(8, dtype=torch.int32), _ZEROS), (torch.zeros(4, 2), _ZEROS), (torch.zeros(9), _ZEROS),
+        (_ZEROS.to_sparse(), _ZEROS),
+        # Its item is no raw bytes of what the metadata say.
+        (_ZEROS, torch.zeros(8, dtype=torch.bfloat16)), (_ZEROS, torch.zeros(4, 2)),
+    ],
+    ids=["dtype", "shape", "size", "sparse", "planned dtype", "planned shape"],
+)  # fmt: skip
+def test_another_dtype_shape_or_layout_is_a_change(after: Any, planned: torch.Tensor) -> None:
+    assert not unchanged(_ZEROS, after, planned)
 
 
 def test_strided_and_conjugated_tensors_are_compared_by_what_is_saved_of_them() -> None:
@@ -273,15 +276,15 @@ def test_of_what_has_changed_mostly_the_first_block_is_read(monkeypatch: pytest.
 # --- what is remembered ---------------------------------------------------------------------------------------
 
 
-def remember(url: str, fqn: str, rank: int = 0, spilled: bool = False, crc: str | None = "0" * 16) -> None:
+def note(url: str, fqn: str, rank: int = 0, spilled: bool = False, crc: str | None = "0" * 16) -> None:
     each = item(fqn, 10)
     info = make_storage_info("p", 0, 10, raw_offset=0, crc64nvme=None if crc is None else 0)
     result = ItemWriteResult(each.index, 10, info, ObjectEntry("p", 10, crc), spilled)
-    LastSaves(parse_url(url), rank).remember([each], [result], more=False)
+    remember(parse_url(url), rank, [each], [result])
 
 
 def recalled(url: str, rank: int = 0) -> set[str]:
-    return {index.fqn for index in LastSaves(parse_url(url), rank).find()}
+    return {index.fqn for index in recall(parse_url(url), rank)}
 
 
 @pytest.fixture(autouse=True)
@@ -290,27 +293,27 @@ def _forget() -> None:
 
 
 def test_the_last_save_of_the_same_kind_is_found() -> None:
-    remember("s3://bucket/run/model-1", "model")
-    remember("s3://bucket/run/optim-1", "optim")
+    note("s3://bucket/run/model-1", "model")
+    note("s3://bucket/run/optim-1", "optim")
     assert recalled("s3://bucket/run/model-2") == {"model"}
     assert recalled("s3://bucket/run/optim-200") == {"optim"}
     assert recalled("s3://bucket/run/best") == {"optim"}, "the last one beside it"
     assert recalled("s3://bucket/other/model-2") == recalled("s3://other/run/model-2") == set()
     assert recalled("s3://bucket/run/model-2", rank=1) == set()
-    remember("s3://bucket/checkpoint-10/optimizer_0", "optim")
+    note("s3://bucket/checkpoint-10/optimizer_0", "optim")
     assert recalled("s3://bucket/checkpoint-20/optimizer_0") == {"optim"}
 
 
 def test_few_kinds_are_remembered() -> None:
     for letter in "abcdef":
-        remember(f"s3://bucket/{letter}/x", letter)
+        note(f"s3://bucket/{letter}/x", letter)
     assert [recalled(f"s3://bucket/{letter}/x") for letter in "abcdef"] == [set(), set(), {"c"}, {"d"}, {"e"}, {"f"}]
 
 
 def test_what_waits_on_a_disk_or_has_no_checksum_is_not_remembered() -> None:
-    remember("s3://bucket/run/1", "t", spilled=True)
+    note("s3://bucket/run/1", "t", spilled=True)
     assert recalled("s3://bucket/run/2") == set()
-    remember("s3://bucket/run/1", "t", crc=None)
+    note("s3://bucket/run/1", "t", crc=None)
     assert recalled("s3://bucket/run/2") == set()
 
 

@@ -66,7 +66,6 @@ def _save(rank: int, upload: Callable[[JointSave], Any] = lambda _: None) -> Joi
     made._upload = upload_first  # type: ignore[method-assign]
     planner = DefaultSavePlanner()
     planner.set_up_planner({name: torch.ones(3) for name in NAMES}, None, True)
-    made.begin()
     plan = made.prepare_local_plan(planner.create_local_plan())
     plans, metadata = planner.create_global_plan([plan])
     made.write_data(planner.finish_plan(plans[0]), planner)

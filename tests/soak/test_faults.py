@@ -340,7 +340,6 @@ def _save(url: str, number: int, ranks: int, *, overwrite: bool) -> list[str]:
         made = JointSave(parse_url(url), "", settings, overwrite=overwrite, attempt=attempt, of_step=number)
         planner = DefaultSavePlanner()
         planner.set_up_planner(_state(number, rank), None, True)
-        made.begin()
         try:
             plan = made.prepare_local_plan(planner.create_local_plan())
             plans, metadata = planner.create_global_plan([plan])

@@ -264,7 +264,7 @@ def test_a_save_that_ends_after_the_scan_is_not_given_up(spill: Spill, how: str)
 
         def end() -> None:
             if how == "is sealed":
-                writer.seal(writer.save.journal)
+                writer.seal(writer.journal)
             writer.__exit__()
 
         store.then = end
@@ -278,7 +278,7 @@ def test_a_journal_that_comes_back_after_a_power_failure_costs_no_committed_chec
     spill.save_to_s3(url, small_state(1))
     keys = tuple(spill.list_data(url))
     with spill.store.begin(Journal(url, "1", 1.0, Settings().model_dump(), keys=keys), "0") as writer:
-        (writer.save.path / "writer.lock").unlink()
+        (writer.path / "writer.lock").unlink()
         spill.drain()
     assert_complete(url, small_state(1))
 
@@ -291,14 +291,14 @@ def test_the_save_of_a_live_process_stays_and_one_whose_process_died_leaves_neit
     begin_multipart(spill.bucket, key, bytes(MIB))
     keys = (key, "run/step-1/__0_1-ab.distcp")
     with spill.store.begin(Journal(url, "1", 1.0, Settings().model_dump(), keys=keys), "0") as writer:
-        writer.write_file("object-0", b"abc")
-        assert writer.save.is_being_written()
-        assert spill.drain() == DrainReport(waiting={writer.save.name: "it is being written"})
-        assert (writer.save.path / "object-0").read_bytes() == b"abc"
+        (writer.path / "object-0").write_bytes(b"abc")
+        assert writer.is_being_written()
+        assert spill.drain() == DrainReport(waiting={writer.name: "it is being written"})
+        assert (writer.path / "object-0").read_bytes() == b"abc"
         writer.close()  # the kernel does that when a process dies
-        assert not writer.save.is_being_written()
-        assert spill.drain() == DrainReport(discarded=[writer.save.name])
-    assert not writer.save.path.exists()
+        assert not writer.is_being_written()
+        assert spill.drain() == DrainReport(discarded=[writer.name])
+    assert not writer.path.exists()
     assert spill.list(url) == []
     assert spill.server.s3.open_uploads(BUCKET) == []
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import gc
 import os
@@ -350,18 +349,15 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
 }
 
 
-def test_what_is_on_this_host_is_not_fetched(both: Spill) -> None:
-    assert not fetched(both)
-
-
 @pytest.mark.parametrize("how", DAMAGES)
-def test_a_damaged_copy_is_not_used(both: Spill, how: str) -> None:
+def test_what_is_on_this_host_is_not_fetched_unless_it_is_damaged(both: Spill, how: str) -> None:
+    assert not fetched(both)
     [key] = both.list_data(both.url("step-1"))
     DAMAGES[how](both.data().path / "object-0")
-    with contextlib.closing(LocalObjects(MemoryStore(), both.store, parse_url(both.url("step-1")))) as local:
-        with pytest.raises(errors.ObjectNotFoundError):  # from the store: not even for a moment
-            local.read(key, 0, memoryview(bytearray(10)))
-        assert local.read_bytes == 0
+    local = LocalObjects(MemoryStore(), both.store, parse_url(both.url("step-1")))
+    with pytest.raises(errors.ObjectNotFoundError):  # from the store: not even for a moment
+        local.read(key, 0, memoryview(bytearray(10)))
+    assert local.read_bytes == 0
     assert fetched(both)
 
 
@@ -369,15 +365,15 @@ def test_a_copy_is_read_until_it_is_distrusted_unless_a_version_is_asked_for(bot
     [key] = both.list_data(both.url("step-1"))
     memory, far, near = bytearray(4), MemoryStore(), (both.data().path / "object-0").read_bytes()[1:5]
     far.put(key, b"01234")
-    with contextlib.closing(LocalObjects(far, both.store, parse_url(both.url("step-1")))) as local:
-        bounded = local.within(Limit())
-        bounded.read(key, 1, memoryview(memory))
-        assert (bytes(memory), local.read_bytes) == (near, 4)
-        bounded.read(key, 1, memoryview(memory), far.head(key).etag)
-        assert bytes(memory) == b"1234"
-        bounded.distrust(key)
-        bounded.read(key, 0, memoryview(memory))
-        assert bytes(memory) == b"0123"
+    local = LocalObjects(far, both.store, parse_url(both.url("step-1")))
+    bounded = local.within(Limit())
+    bounded.read(key, 1, memoryview(memory))
+    assert (bytes(memory), local.read_bytes) == (near, 4)
+    bounded.read(key, 1, memoryview(memory), far.head(key).etag)
+    assert bytes(memory) == b"1234"
+    bounded.distrust(key)
+    bounded.read(key, 0, memoryview(memory))
+    assert bytes(memory) == b"0123"
 
 
 def names(spill: Spill, **options: Any) -> tuple[str, str] | None:

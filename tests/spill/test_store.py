@@ -24,7 +24,7 @@ from dcp_s3.memory import Piece
 from dcp_s3.settings import Settings
 from dcp_s3.spill.drain import Drainer, DrainReport
 from dcp_s3.spill.journal import Journal, State
-from dcp_s3.spill.store import SaveWriter, SpilledSave, SpillStore
+from dcp_s3.spill.store import SpilledSave, SpillStore
 from tests.faulty import BUCKET
 from tests.memory_s3 import Fault
 from tests.spill.making import MIB, Spill, allow_all, assert_complete, cause_of, list_files, refuse_all, small_state
@@ -37,12 +37,11 @@ def make_journal(**changes: Any) -> Journal:
 def seal(store: SpillStore, **changes: Any) -> SpilledSave:
     """A save with one file."""
     with store.begin(make_journal(**changes), "0") as writer:
-        writer.write_file("object-0", b"abc")
-        writer.seal(writer.save.journal)
-    return writer.save
+        writer.seal(writer.journal, {"object-0": b"abc"})
+    return writer
 
 
-def fill(writer: SaveWriter, name: str) -> None:
+def fill(writer: SpilledSave, name: str) -> None:
     writer.write_object(name, MIB, [Piece.of(memoryview(bytes(MIB)))])
 
 
@@ -95,7 +94,7 @@ def test_what_is_written_of_a_journal_is_flushed_before_it_has_its_name(
         monkeypatch.setattr(os, name, note)
     with store.begin(make_journal(), "0") as writer:
         order.clear()
-        writer.seal(writer.save.journal)
+        writer.seal(writer.journal)
     assert order == ["fsync", "fsync", "replace", "fsync"], "files' directory, journal, its name, the directory"
 
 
@@ -140,7 +139,7 @@ def test_who_reserve_at_once_never_exceed_the_limit(store: SpillStore) -> None:
                     fill(writer, f"object-{number}")
                     made += 1
                 assert store.size() <= limit
-            writer.seal(writer.save.journal)
+            writer.seal(writer.journal)
         return made
 
     with ThreadPoolExecutor(4) as pool:  # the locks are of open files, as between processes
@@ -152,11 +151,11 @@ def test_the_limit_counts_what_is_there_and_is_free_again_when_it_has_gone(store
     limited = SpillStore(store.path, limit=2 * MIB)
     with limited.begin(make_journal(), "0") as writer:
         fill(writer, "object-0")
-        (writer.save.path / "journal.1234.tmp").symlink_to("gone")  # listed, and then not there
+        (writer.path / "journal.1234.tmp").symlink_to("gone")  # listed, and then not there
         assert limited.size() > MIB
         with pytest.raises(SpillError, match=r"DCP_S3_SPILL_LIMIT.*Remedy"):
             fill(writer, "object-1")
-        assert not (writer.save.path / "object-1").exists()
+        assert not (writer.path / "object-1").exists()
     with limited.begin(make_journal(), "0") as writer:
         fill(writer, "object-0")
 
@@ -182,9 +181,9 @@ def test_a_child_that_was_forked_meanwhile_does_not_keep_the_locks(store: SpillS
     limited = SpillStore(store.path, limit=100 * MIB)
     with contextlib.ExitStack() as stack:
         with limited.drainer(), limited.begin(make_journal(), "0") as writer, limited.reservation(1):
-            assert isinstance(writer, SaveWriter)
+            assert isinstance(writer, SpilledSave)
             stack.enter_context(forked())
-            writer.seal(writer.save.journal)
+            writer.seal(writer.journal)
         with store.drainer() as alone, store.drainer() as too:
             assert (alone, too) == (True, False)
             assert Drainer(store).run() == DrainReport(busy=True)
@@ -314,7 +313,7 @@ def test_a_save_that_both_refuse_fails_names_both_and_leaves_nothing_after_a_dra
     assert_complete(spill.url("step-1"), before)
 
 
-@pytest.mark.parametrize("what", ["spill.saving.spill_commit", "spill.store.SaveWriter.seal"])
+@pytest.mark.parametrize("what", ["spill.saving.spill_commit", "spill.store.SpilledSave.seal"])
 def test_a_save_whose_end_the_disk_does_not_take_fails_and_leaves_no_checkpoint(
     spill: Spill, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 from dcp_s3 import S3Stager, S3StorageWriter, errors
 from dcp_s3.errors import StagingError
-from dcp_s3.stage.handover import FailedStaging
+from dcp_s3.stage.handover import failed_staging
 from tests.end_to_end.loads import assert_loads
 from tests.faulty import BUCKET, FaultyServer
 from tests.memory_s3 import Fault
@@ -232,6 +232,6 @@ def test_nothing_is_left_of_a_save_that_has_ended(faulty: FaultyServer, fails: b
 
 def test_torchs_writer_raises_the_cause_and_leaves_no_half_of_a_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(CheckpointException, match="no room") as failure:
-        dcp.save(FailedStaging(StagingError("no room")), storage_writer=dcp.FileSystemWriter(tmp_path))
+        dcp.save(failed_staging(StagingError("no room")), storage_writer=dcp.FileSystemWriter(tmp_path))
     assert [type(cause) for cause, _ in failure.value.failures.values()] == [StagingError]
     assert not (tmp_path / ".metadata").exists()

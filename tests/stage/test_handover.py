@@ -108,15 +108,11 @@ def test_the_bytes_are_the_same_and_tied_tensors_stay_tied(process: _Process, st
 
 def test_private_memory_makes_the_pool_use_shared_memory(process: _Process) -> None:
     stager = S3Stager()
-    staged: Any = stager.stage({"w": torch.ones(3)})
-    assert [buffer.kind for buffer in staged.buffers] == ["private"]
-    assert not stager._pool.shared
-    process.ask(_echo, staged)
-    assert stager._pool.shared
-    del staged
-    staged = stager.stage({"w": torch.full((3,), 2.0)})
-    assert [buffer.kind for buffer in staged.buffers] == ["shared"]
-    assert _read(process.ask(_echo, staged))["w"].tolist() == [2, 2, 2]
+    for value, kind in ((1.0, "private"), (2.0, "shared")):
+        staged: Any = stager.stage({"w": torch.full((3,), value)})
+        assert ([buffer.kind for buffer in staged.buffers], stager._pool.shared) == ([kind], kind == "shared")
+        assert _read(process.ask(_echo, staged))["w"].tolist() == [value] * 3
+        del staged
 
 
 def test_a_plain_pickle_or_copy_is_a_plain_dict() -> None:

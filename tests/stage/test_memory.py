@@ -6,7 +6,6 @@ from __future__ import annotations
 import errno
 import gc
 import itertools
-import logging
 import mmap
 import os
 import random
@@ -24,7 +23,6 @@ import torch
 from dcp_s3.errors import StagingError
 from dcp_s3.memory import view_bytes
 from dcp_s3.stage import memory
-from dcp_s3.stage.handover import map_shared
 from dcp_s3.stage.memory import ALIGNMENT, BufferPool, HostBuffer, Kind, Slot, measure_available
 from tests.s3.waiting import until
 from tests.stage.making import MIB, PATIENCE, buffers_of, generations_in_use, make_pool, no_collector
@@ -41,12 +39,10 @@ def _mapped() -> int:
     return int(Path("/proc/self/statm").read_text().split()[0]) * PAGE
 
 
-@pytest.fixture(params=KINDS)
-def buffer(request: pytest.FixtureRequest, tmp_path: Path) -> HostBuffer:
-    return HostBuffer(3 * PAGE + 5, request.param, directory=str(tmp_path))
-
-
-def test_memory_can_be_written_and_read(buffer: HostBuffer) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_memory_can_be_written_and_read_and_a_file_has_no_name(kind: Kind, tmp_path: Path) -> None:
+    directory = tmp_path / "made" / "at need"
+    buffer = HostBuffer(3 * PAGE + 5, kind, directory=str(directory))
     lease = buffer.lease()
     assert (len(lease), buffer.size) == (3 * PAGE + 5, 3 * PAGE + 5)
     assert bytes(lease) == bytes(len(lease))
@@ -55,15 +51,18 @@ def test_memory_can_be_written_and_read(buffer: HostBuffer) -> None:
     assert buffer.address % PAGE == 0
     tensor.fill_(7)
     assert bytes(buffer.lease()) == b"\x07" * buffer.size
-    if buffer.kind == "private":
+    if kind == "private":
         return
     state = os.fstat(buffer.fd)
     assert state.st_size == buffer.size
     assert state.st_blocks * 512 >= buffer.size, "space is reserved"
     assert not os.get_inheritable(buffer.fd)
-    mapped = map_shared(os.dup(buffer.fd), buffer.size)
+    mapped = mmap.mmap(buffer.fd, buffer.size)
     buffer.lease()[PAGE] = 42
     assert mapped[PAGE] == 42, "another mapping shows the same"
+    if kind == "file":
+        assert os.listdir(directory) == []
+        assert (state.st_nlink, state.st_mode & 0o077, state.st_dev) == (0, 0, os.stat(directory).st_dev)
 
 
 _READERS: tuple[Callable[[torch.Tensor], Any], ...] = (
@@ -76,7 +75,9 @@ _READERS: tuple[Callable[[torch.Tensor], Any], ...] = (
 )
 
 
-def test_a_lease_lives_as_long_as_what_reads_it(buffer: HostBuffer) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_lease_lives_as_long_as_what_reads_it(kind: Kind, tmp_path: Path) -> None:
+    buffer = HostBuffer(3 * PAGE, kind, directory=str(tmp_path))
     for read in (*_READERS, torch.clone):
         lease, other = buffer.lease(), buffer.lease()
         alive, others = weakref.ref(lease), weakref.ref(other)
@@ -89,17 +90,6 @@ def test_a_lease_lives_as_long_as_what_reads_it(buffer: HostBuffer) -> None:
         del kept
         gc.collect()
         assert alive() is None
-
-
-def test_a_file_leaves_no_name(tmp_path: Path) -> None:
-    directory = tmp_path / "made" / "at need"
-    before = _descriptors()
-    buffer = HostBuffer(PAGE, "file", directory=str(directory))
-    assert _descriptors() == before + 2  # the mapping has a duplicate
-    assert os.listdir(directory) == []
-    state = os.fstat(buffer.fd)
-    assert (state.st_nlink, state.st_mode & 0o077, state.st_size) == (0, 0, PAGE)
-    assert state.st_dev == os.stat(directory).st_dev
 
 
 @pytest.mark.parametrize(
@@ -141,39 +131,30 @@ def test_descriptors_and_memory_are_given_back(kind: Kind, tmp_path: Path) -> No
     assert _mapped() < mapped + size
 
 
-def test_pinned_memory_is_unpinned(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pinned_memory_is_unpinned_and_memory_that_cannot_be_pinned_says_so_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     calls: list[tuple[str, int]] = []
-    monkeypatch.setattr(memory.torch_private, "pin_memory", lambda address, size: calls.append(("pin", address)))
+
+    def pin(address: int, size: int) -> None:
+        calls.append(("pin", address))
+        if size > PAGE:
+            raise RuntimeError("no more")
+
+    monkeypatch.setattr(memory.torch_private, "pin_memory", pin)
     monkeypatch.setattr(memory.torch_private, "unpin_memory", lambda address: calls.append(("unpin", address)))
     buffer = HostBuffer(PAGE, "private")
     buffer.pin()
     address = buffer.address
-    assert calls == [("pin", address)]
     del buffer
     assert calls == [("pin", address), ("unpin", address)]
-
-
-def test_memory_that_cannot_be_pinned_says_so_once(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def refuse(address: int, size: int) -> None:
-        raise RuntimeError("no more")
-
-    monkeypatch.setattr(memory.torch_private, "pin_memory", refuse)
-    pool = BufferPool(limit=None, spill_dir=None)
+    pool = make_pool()
     for _ in range(3):
-        slot = pool.acquire_at_once(PAGE, pin=True)
-        assert slot is not None
-        del slot
-    assert caplog.text.count("stays unpinned: no more") == 1
+        assert len(pool.acquire([2 * PAGE], pin=True, wait=False)) == 1
+    assert (caplog.text.count("stays unpinned: no more"), len(calls)) == (1, 3)
 
 
 # --- the pool ----------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(autouse=True)
-def _reported_waits(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.WARNING, "dcp_s3.stage.memory")
 
 
 def size_of(pool: BufferPool, but: str = "") -> int:
@@ -283,14 +264,12 @@ def test_close_frees_what_is_free_ends_waits_and_leaves_what_is_in_use() -> None
 def test_what_does_not_wait_gets_nothing_while_all_is_in_use() -> None:
     """As for tensors on a device: a block is used again when nothing refers to its bytes."""
     pool = make_pool(generations=1)
-    first = pool.acquire_at_once(MIB, pin=False)
-    assert first is not None
+    [first] = pool.acquire([MIB], wait=False)
     part, where = torch.frombuffer(first.lease, dtype=torch.uint8)[100:200], first.address
     del first
-    assert pool.acquire_at_once(MIB, pin=False) is None
+    assert pool.acquire([MIB], wait=False) == []
     del part
-    second = pool.acquire_at_once(MIB, pin=False)
-    assert second is not None
+    [second] = pool.acquire([MIB], wait=False)
     assert second.address == where
 
 
