@@ -9,6 +9,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from dcp_s3 import errors
@@ -246,18 +247,17 @@ class Beginning:
 
 def find_loss(store: Store, url: CheckpointURL, objects: Sequence[ObjectEntry]) -> str | None:
     """Why a save is incomplete: an object is gone, or a deletion's list names it. None if all will stay."""
-    directory = list_directory(store, url)
-    paths = {entry.path for entry in objects}
+    directory, paths = list_directory(store, url), {entry.path for entry in objects}
     missing = directory.lacking({entry.path: entry.size for entry in objects}, exact=True)
     if missing:
         return f"{len(missing)} of its {len(paths)} objects are gone, the first {missing[0]}"
-    for path in directory.deletions:
+    for found in chain(*directory.deletions.values()):
         try:
-            named = paths & set(DeletionList.from_json(store.get(url.key(path)).data).objects)
+            named = paths & set(DeletionList.from_json(store.get(found.key).data).objects)
         except errors.ObjectNotFoundError:
             return "a prune has just deleted something there"
         except ValueError as error:
-            return f"a prune deletes something there, and its list {path} cannot be read: {error}"
+            return f"a prune deletes something there, and its list {found.path} cannot be read: {error}"
         if named:
             return f"a prune is about to delete {len(named)} of its {len(paths)} objects, the first {min(named)}"
     return None

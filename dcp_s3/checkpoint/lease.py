@@ -121,9 +121,10 @@ def check_not_deleted(
     while True:
         directory = list_directory(store, url, DELETION_PREFIX)
         begun = any(
-            (deletions is None or found.kind.deletion in deletions)
-            and directory.now - found.modified_at < DELETION_BEGINS
-            for found in directory.deletions.values()
+            directory.now - found.modified_at < DELETION_BEGINS
+            for deletion, lists in directory.deletions.items()
+            for found in lists
+            if deletions is None or deletion in deletions
         )
         there = store.exists(url.key(metadata_object(rank)))
         if there and not begun:
