@@ -155,8 +155,7 @@ class Deleter:
         deadline: Deadline,
     ) -> list[str]:  # fmt: skip
         """Look a last time before deleting. Returns the keys of the lists of attempts that were cut off."""
-        commits = [] if newest is None else [newest.key(METADATA), newest.key(metadata_object(0))]
-        if commits and not any(map(self.store.exists, commits)):
+        if newest is not None and not any(self.store.exists(newest.key(metadata_object(rank))) for rank in (None, 0)):
             raise LeftAloneError(f"{newest}, which was to stay as the newest, is gone")
         directory = list_directory(self.store, url, ".")
         commit, metrics = directory.commits.get(None), directory.metrics
@@ -217,7 +216,9 @@ class Deleter:
         claim = end_joint_save(self.store, url)
         seen = {each.path: each.etag for each in directory.other_saves({})} | ({CLAIM: claim} if claim else {})
         removal = [
-            each._replace(etag=claim or "") if each.path == CLAIM else each for each in directory if each.key in gone
+            each._replace(etag=claim or "") if each.path == CLAIM else each
+            for each in directory.objects.values()
+            if each.key in gone
         ]
 
         def look(_: bool) -> None:
@@ -255,22 +256,23 @@ class Deleter:
     ) -> None:  # fmt: skip
         """Write the list of a deletion (its id), look once more, and delete. With a deadline: what was committed, whose
         commits must be gone by then. Without: what never was, so that it looks before each request."""
-        path, begun, watches = deletion_object(deletion, new_nonce()), False, deadline is None
+        key, begun, watches = url.key(deletion_object(deletion, new_nonce())), False, deadline is None
         *commits, others = _steps(removal)
+        # From these somebody else would write the commit of a joint save once more, when it is gone.
+        coordination = (each for each in removal if each.kind.what is What.COORDINATION)
+        merged = [] if watches else [DeleteTarget(each.key) for each in coordination if is_merged(each.path)]
         try:
-            self.store.put(url.key(path), listed.to_json())
-            lists = {url.key(path), *(look(False) or ())}
+            self.store.put(key, listed.to_json())
+            lists = {key, *(look(False) or ())}
             begun = True
-            if not watches:
-                # From this somebody else would write the commit of a joint save once more, when it is gone.
-                self.delete_all([DeleteTarget(each.key) for each in removal if is_merged(each.path)])
+            self.delete_all(merged)
             for step in commits:
                 if self.delete_all(step, deadline, partial(look, False) if watches else None) and not watches:
                     raise LeftAloneError("it was overwritten")
             self.delete_all(others, look=partial(look, True) if watches else None)
         except (LeftAloneError, errors.StorageError) as error:
             if isinstance(error, LeftAloneError) or not begun:
-                self._withdraw(url, url.key(path))
+                self._withdraw(url, key)
             raise
         self.delete_all([DeleteTarget(each) for each in lists])
 

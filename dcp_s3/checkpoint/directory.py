@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
@@ -137,9 +137,6 @@ class Directory:
             if found.size < size:
                 return f"its object {path} has {found.size} bytes instead of at least {size}"
         return None
-
-    def __iter__(self) -> Iterator[DirectoryEntry]:
-        return iter(self.objects.values())
 
     # --- protection and deletion -----------------------------------------------------------------
 

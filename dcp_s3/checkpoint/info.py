@@ -152,34 +152,35 @@ def summarize(url: CheckpointURL, directory: Directory, manifests: Mapping[int |
         manifests: manifests of the commits by rank, as far as they are clear and can be read.
     """
     ranks, damage, committed = directory.ranks, None, None in directory.commits
+    name, objects = url.name, directory.objects.values()
     written = [manifests[rank] for rank in directory.committing if rank in manifests]
     if ranks and not committed:
         if written or directory.manifests.keys() & set(ranks):
             committed = ranks == [*range(len(written))] and {each.world_size for each in written} == {len(ranks)}
         else:
             # Data in a directory below counts, unless that is a checkpoint itself: other writers may put theirs there.
-            nested = [each for each in directory if each.kind.what is What.NESTED_DATA]
+            nested = (each for each in objects if each.kind.what is What.NESTED_DATA)
             below = [each for each in nested if each.kind.below not in directory.nested]
             writers = {each.kind.rank for each in (*directory.data.values(), *below)} - {None}
             committed = ranks == [*range(len(ranks))] and writers <= set(ranks)
         if not committed:
             damage = "it may be complete: ranks, or manifests of ranks, are missing, cannot be read, or disagree"
     written = written if committed else []
-    ours = any(each.kind.nonce or each.kind.what in CONTROL_KINDS for each in directory)
-    dated = directory.commits.values() if committed else directory
+    ours = any(each.kind.nonce or each.kind.what in CONTROL_KINDS for each in objects)
+    dated = directory.commits.values() if committed else objects
     modified_at = max((each.modified_at for each in dated), default=None)
     sizes = [each.size for each in (chain(*(each.objects for each in written)) if written else directory.data.values())]
     metadata = directory.commits.get(None)
     return CheckpointInfo(
         url=str(url),
-        name=url.name,
+        name=name,
         state="committed" if committed else "incomplete",
-        step=step_of(url.name),
+        step=step_of(name),
         created_at=max((each.created_at for each in written), default=modified_at),
         world_size=written[0].world_size if written else None,
         objects=len(sizes),
         size=sum(sizes),
-        metrics={name: value for each in reversed(written) for name, value in each.metrics.items()},
+        metrics={metric: value for each in reversed(written) for metric, value in each.metrics.items()},
         foreign=not written and (committed or not ours),
         save_id=written[0].save_id if written else None,
         etag=metadata.etag if metadata else None,

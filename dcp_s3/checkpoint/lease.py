@@ -38,11 +38,8 @@ _WITHDRAWAL = 10.0
 
 
 class ReaderLease:
-    """One lease. Holds a connection and a thread only in `renewed`.
-
-    Args:
-        seconds: seconds until it ends unless it is renewed. None: there is no lease, and all methods do nothing.
-    """
+    """One lease, of ``seconds`` unless it is renewed; with None, all methods do nothing. Holds a connection and a
+    thread only in `renewed`."""
 
     def __init__(self, store: Store, url: CheckpointURL, seconds: float | None) -> None:
         self._store, self._url = store, url
@@ -109,9 +106,8 @@ class ReaderLease:
 def check_not_deleted(
     store: Store, url: CheckpointURL, deletions: Collection[str] | None, *, rank: int | None = None
 ) -> None:
-    """Make sure, after a lease or a pin was written, that no prune that missed it deletes the checkpoint.
-
-    A prune that has begun may see it and withdraw; this waits for that.
+    """Make sure, after a lease or a pin was written, that no prune that missed it deletes the checkpoint. Waits for one
+    that has begun to see it and withdraw.
 
     Args:
         deletions: ids that a deletion of the checkpoint may have (`deletion_id`). None: any deletion at the URL counts

@@ -68,7 +68,9 @@ def inspect(store: Store, url: CheckpointURL, *, whole: bool = False) -> Inspect
             elif not directory.whole:
                 directory = list_directory(store, url)
         except errors.ObjectNotFoundError:  # deleted just now
-            left = (ListedObject(each.key, each.size, each.modified_at, each.etag) for each in directory)
+            left = (
+                ListedObject(each.key, each.size, each.modified_at, each.etag) for each in directory.objects.values()
+            )
             page = Page(tuple(each for each in left if each.key != url.key(METADATA)), (), None, directory.now)
             directory = Directory(url, [page], whole=directory.whole)
     if None not in directory.commits:

@@ -43,14 +43,11 @@ class CheckpointCatalog:
     2000
 
     Args:
-        root: ``s3://bucket/run`` for checkpoints at ``s3://bucket/run/step-1000`` and so on.
+        root: ``s3://bucket/run`` for checkpoints at ``s3://bucket/run/step-1000`` and so on (else InvalidURLError).
         settings: a `Settings`, or a mapping of those that differ from the environment. ``step_pattern`` says where in a
             name the step is; without it, that is the number after ``step``, ``iter``, ``checkpoint`` or ``epoch``, or
             the whole name.
         store: where the checkpoints are, if not in the root's bucket as the settings reach it.
-
-    Raises:
-        InvalidURLError, SettingsError
     """
 
     def __init__(self, root: URLLike, *, settings: SettingsLike = None, store: Store | None = None) -> None:
@@ -82,13 +79,10 @@ class CheckpointCatalog:
 
     def scan(self) -> CatalogSnapshot:
         """Everything that a plan needs: also leftovers in the directories of committed checkpoints, damage, and open
-        multipart uploads. Takes two requests for each checkpoint and 1000 objects.
+        multipart uploads. Takes two requests for each checkpoint and 1000 objects. Raises StorageError.
 
         >>> CheckpointCatalog("s3://bucket/run").scan().leftovers
         ()
-
-        Raises:
-            StorageError: missing bucket, credentials, permissions, network.
         """
         local, start = self.local(), self.root.key("")
         # Before the objects: an upload that completes meanwhile is then seen as an upload, an object, or both.
@@ -124,13 +118,11 @@ class CheckpointCatalog:
         )
 
     def latest(self) -> CheckpointInfo | None:
-        """The checkpoint to resume from, as in `dcp_s3.latest`: it can be loaded. None if there is none.
+        """The checkpoint to resume from, as in `dcp_s3.latest`: it can be loaded. None if there is none. Raises
+        StorageError.
 
         >>> CheckpointCatalog("s3://bucket/run").latest().url
         's3://bucket/run/step-00002000'
-
-        Raises:
-            StorageError: missing bucket, credentials, permissions, network.
         """
         while True:
             damages: dict[str, str] = {}
@@ -194,21 +186,13 @@ class CheckpointCatalog:
 
 
 def list_checkpoints(root: URLLike, *, settings: SettingsLike = None) -> list[CheckpointInfo]:
-    """The checkpoints directly under ``root``, committed or not, oldest first: `CheckpointCatalog.checkpoints`.
+    """The checkpoints directly under ``root``, committed or not, by step, time and name. Arguments and errors:
+    `CheckpointCatalog.checkpoints`.
 
-    Sorted by step, time and name. Directories that hold nothing of a checkpoint are left out. ``committed`` says
-    that the commit is there; it does not look at every data object, as `latest` does.
+    ``committed`` says that the commit is there; it does not look at every data object, as `latest` does.
 
     >>> [(info.step, info.metrics) for info in list_checkpoints("s3://bucket/run")]
     [(1000, {'val_loss': 1.25}), (2000, {'val_loss': 1.5})]
-
-    Args:
-        root: ``s3://bucket/run`` for checkpoints at ``s3://bucket/run/step-1000`` and so on.
-        settings: a `Settings`, or a mapping of those that differ from the environment.
-
-    Raises:
-        InvalidURLError, SettingsError
-        StorageError: missing bucket, credentials, permissions, network.
     """
     return CheckpointCatalog(root, settings=settings).checkpoints()
 
@@ -218,18 +202,16 @@ def latest(root: URLLike, *, include_uncommitted: bool = False, settings: Settin
     there is none.
 
     It can be loaded: its metadata is readable, and every data object that it names is there and long enough. Others
-    (a copy that was cut off, objects that somebody deleted) are skipped with a warning in the log.
+    are skipped with a warning in the log.
 
     >>> latest("s3://bucket/run").step
     2000
-    >>> latest("s3://bucket/nothing") is None
-    True
 
     Args:
         root: the URL above the checkpoints.
         include_uncommitted: also consider checkpoints whose commit still waits in this host's spill directory
-            (``DCP_S3_SPILL_DIR``). Meant for a job on one host: on several, parts of such a checkpoint may be missing.
-            Their ``state`` is ``local``; to load one, S3StorageReader needs ``include_uncommitted``, too.
+            (``state`` is ``local``). Meant for a job on one host: on several, parts of such a checkpoint may be
+            missing. To load one, S3StorageReader needs ``include_uncommitted``, too.
         settings: a `Settings`, or a mapping of those that differ from the environment.
 
     Raises:

@@ -176,8 +176,9 @@ class CatalogSnapshot:
         for info in infos:
             reasons, is_there = (*kept[info.name], *found.get(info.name, ())), info.committed
             decisions.append(Decision(info, "keep" if reasons else "delete", reasons or (why[is_there],)))
-            given_up = info.deletion_id if is_there else None
-            unfinished += [UnfinishedDeletion(info.name, each) for each in info.deletions if each != given_up]
+            for each in info.deletions:
+                if not (is_there and each == info.deletion_id):  # that one was given up
+                    unfinished += [UnfinishedDeletion(info.name, each)]
         uploads = [each for each in self.uploads if each.checkpoint not in active]
         leftovers = [
             left

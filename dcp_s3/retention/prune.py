@@ -35,8 +35,8 @@ MIN_GRACE = 3600.0
 """Seconds: a shorter grace period has to be forced. A save of one large object shows nothing new for a while."""
 
 Progress = Callable[[int, int], None]
-"""Called with the number of steps (checkpoints, groups of leftovers, uploads) that are done, and of all steps. Runs in
-the prune's threads, one call at a time."""
+"""Called with the number of steps (checkpoints, groups of leftovers, uploads) that are done, and of all steps, in the
+prune's threads, one call at a time."""
 
 _FIELDS = ("deleted", "finished", "leftovers", "aborted", "left_alone", "failures")  # of the report, in their order
 _Step = tuple[str, str, Any]
@@ -57,9 +57,8 @@ class NotDeleted:
 class PruneReport:
     """The results of a prune.
 
-    >>> report = prune("s3://bucket/run", "latest:1")
-    >>> [each.name for each in report.deleted], report.ok
-    (['step-00001000'], True)
+    >>> prune("s3://bucket/run", "latest:1").ok
+    True
     """
 
     root: str
@@ -129,8 +128,8 @@ def prune(
 
     >>> prune("s3://bucket/run", "latest:1", dry_run=True)
     PruneReport('s3://bucket/run', dry run: 1 to delete)
-    >>> prune("s3://bucket/run", KeepLatest(1))
-    PruneReport('s3://bucket/run', 1 deleted (... KiB in 3 objects))
+    >>> [each.name for each in prune("s3://bucket/run", KeepLatest(1)).deleted]
+    ['step-00001000']
 
     Args:
         root: the URL above the checkpoints.
@@ -191,8 +190,6 @@ def apply_plan(
     """Carry out a plan as far as it still holds (see `prune`). Looks at each thing again before it deletes it.
 
     >>> plan = CheckpointCatalog("s3://bucket/run").scan().plan(KeepLatest(1), grace=86400)
-    >>> [(decision.checkpoint.step, decision.action) for decision in plan.decisions]
-    [(1000, 'delete'), (2000, 'keep')]
     >>> apply_plan("s3://bucket/run", plan).ok
     True
 

@@ -110,9 +110,8 @@ class Save:
     # --- in the order of DCP's calls ----------------------------------------------------------------
 
     def begin(self) -> None:
-        """Tell subscribers, and drain what an earlier process left on the disk."""
+        """Tell subscribers."""
         emit(SaveStarted(url=str(self.url), step=self.step, rank=self.rank), self.on_event)
-        self._committer.begin()
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Check the URL, and mark the plan with this save's URL."""

@@ -46,10 +46,11 @@ def open_for_save(
     on_event: Listener | None,
 ) -> tuple[Store, Committer]:
     """The store of one rank's part in a save, and what commits it: with a spill directory in the settings they spill,
-    if ``spills``."""
+    if ``spills``. Then this also drains what an earlier process left there."""
     disk = open_store(s3.settings) if spills else None
     if disk is None:
         return s3, Committer(identity, beginning, overwrite=overwrite)
+    drain_in_background(disk, patience=s3.settings.spill_after)
     store = SpillingStore(s3, disk, str(identity.url), identity.save_id, rank, on_event)
     return store, SpillingCommitter(store, identity, beginning, overwrite=overwrite)
 
@@ -242,10 +243,6 @@ class SpillingCommitter(Committer):
         self._disk, self._settings = store.disk, store.settings
         self._unseen = False
 
-    def begin(self) -> None:
-        """Drain what an earlier process left on the disk."""
-        drain_in_background(self._disk, patience=self._settings.spill_after)
-
     def check_url(self, store: Store) -> None:
         """Refuse to save also where the commit of an earlier save waits for S3."""
         url, rank = str(self._identity.url), self._identity.rank
@@ -278,7 +275,7 @@ class SpillingCommitter(Committer):
                     check_newest(store, self._identity, previous, self._beginning.at)
                     return previous
 
-                self._publish(store, commit, look_again if self._overwrite else None)
+                super().commit(store, commit, spilled=False, look_again=look_again if self._overwrite else None)
             except TransferError as error:
                 logger.warning("the commit of %s waits for S3: %s", commit.identity.url, error)
                 without_tracebacks(error)
