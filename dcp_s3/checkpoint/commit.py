@@ -260,11 +260,7 @@ class Committer:
         self._previous = Previous()
 
     def check_url(self, store: Store) -> None:
-        """Look at what is at the URL, before any data is written.
-
-        Raises:
-            CheckpointExistsError, StorageError
-        """
+        """Look at what is at the URL, before any data is written. Raises CheckpointExistsError, StorageError."""
         if self._overwrite:
             self._previous = find_previous(store, self._identity)
         else:
@@ -273,13 +269,8 @@ class Committer:
     def commit(
         self, store: Store, commit: Commit, *, spilled: bool, look_again: Callable[[], Previous] | None = None
     ) -> bool:
-        """Commit, and return True; False if another process does, so that it is not known when.
-
-        ``spilled``: whether objects of the save wait on the disks of hosts. ``look_again``: see `publish`.
-
-        Raises:
-            DeadlineExceededError, CheckpointError, StorageError
-        """
+        """Commit, and return True; False if another process does, so that it is not known when. Errors and
+        ``look_again``: see `publish`. ``spilled``: whether objects of the save wait on the disks of hosts."""
         if spilled:
             raise errors.SpillError(
                 f"{commit.identity.url} cannot be committed: objects of it wait in the spill directory of another "

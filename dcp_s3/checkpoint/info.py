@@ -22,11 +22,8 @@ State = Literal["committed", "incomplete", "in_progress", "leftover", "local"]
 class CheckpointInfo:
     """A checkpoint under a root.
 
-    >>> info = latest("s3://bucket/run")
-    >>> info
+    >>> latest("s3://bucket/run")
     CheckpointInfo('s3://bucket/run/step-00002000', committed, ... KiB, step=2000, metrics={'val_loss': 1.5})
-    >>> info.committed, info.world_size
-    (True, 1)
     """
 
     url: str
@@ -125,7 +122,7 @@ class Deletion:
     name: str
     """Name of the checkpoint."""
     objects: int
-    """Number of objects; the deletion's list and other small marks do not count."""
+    """Number of objects, without the deletion's list."""
     size: int
     """Bytes."""
 

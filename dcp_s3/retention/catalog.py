@@ -65,8 +65,7 @@ class CheckpointCatalog:
         >>> [(info.step, info.state) for info in CheckpointCatalog("s3://bucket/run").checkpoints()]
         [(1000, 'committed'), (2000, 'committed')]
 
-        Raises:
-            StorageError: missing bucket, credentials, permissions, network.
+        Raises StorageError: missing bucket, credentials, permissions, network.
         """
         now, _, infos, _ = self._look(self.local())
         since, found = now - self.settings.retention_grace, []

@@ -42,7 +42,7 @@ def annotate(
     Raises:
         SettingsError: a name or a value cannot be stored.
         CheckpointNotFoundError: no committed checkpoint is there.
-        InvalidURLError, SettingsError, StorageError
+        InvalidURLError, StorageError
     """
     where, store = _open(url, settings, store)
     check_added(metrics, url=str(where))

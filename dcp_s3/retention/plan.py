@@ -48,8 +48,7 @@ class OpenUpload(Upload):
 class Decision:
     """Whether a checkpoint is kept or deleted, and why.
 
-    >>> plan = CheckpointCatalog("s3://bucket/run").scan().plan(KeepLatest(1), grace=86400)
-    >>> plan.decisions[1].reasons
+    >>> CheckpointCatalog("s3://bucket/run").scan().plan(KeepLatest(1), grace=86400).decisions[1].reasons
     ('the newest committed checkpoint', 'the last one that was committed', 'latest:1, number 1')
     """
 
@@ -157,11 +156,8 @@ class CatalogSnapshot:
         """What a prune would do.
 
         Args:
-            policy: decides which committed checkpoints to keep; None keeps all of them.
+            policy: decides which committed checkpoints to keep (SettingsError if it fails); None keeps all of them.
             grace: seconds for which an uncommitted checkpoint counts as a save in progress.
-
-        Raises:
-            SettingsError: the policy failed or answered nonsense.
         """
         now, infos = self.now, sorted(self.checkpoints, key=age_order)
         committed = [info for info in infos if info.committed]

@@ -30,11 +30,8 @@ Mode = Literal["min", "max"]
 class Policy(ABC):
     """Base of the policies here. `|` makes one that keeps what either keeps; `parse_policy` reads its ``str()``.
 
-    >>> policy = KeepLatest(3) | KeepBest(2, "val_loss", "min")
-    >>> str(policy)
+    >>> str(KeepLatest(3) | KeepBest(2, "val_loss", "min"))
     'latest:3 best:2:val_loss:min'
-    >>> prune("s3://bucket/run", policy).deleted
-    ()
     """
 
     @abstractmethod
@@ -100,17 +97,10 @@ class KeepLatest(_Counted):
 class KeepBest(_Counted):
     """Keeps the ``k`` with the lowest (``min``) or highest (``max``) value of a metric; the newest of equal values.
 
-    A value that is not a finite number (NaN, infinity, text) counts as missing. By default those without a value are
-    kept in addition to the k: the metric may come later (`annotate`).
+    A value that is not a finite number (NaN, infinity, text) counts as missing.
 
     >>> sorted(KeepBest(1, "val_loss", "min")(list_checkpoints("s3://bucket/run"), time.time()))
     ['step-00001000']
-
-    Args:
-        k: number to keep.
-        metric: name of the metric.
-        mode: ``min`` or ``max``.
-        missing: whether to ``keep`` or ``drop`` those without a value.
 
     Raises:
         SettingsError: an argument is invalid.
@@ -120,6 +110,7 @@ class KeepBest(_Counted):
     metric: str
     mode: Mode
     missing: Literal["keep", "drop"] = "keep"
+    """Whether those without a value are kept in addition: the metric may come later (`annotate`)."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -171,8 +162,8 @@ class KeepEvery(_Counted):
 class KeepWithin(Policy):
     """Keeps the checkpoints not older than ``duration``: seconds, a timedelta, or text like ``48h`` (SettingsError).
 
-    The age is the smaller of two: since the commit by the saving job's clock, and since ``.metadata`` was written by
-    the clock of S3. Future and unknown times do not count as old.
+    The later of two times counts: of the commit, by the saving job's clock, and of ``.metadata``, by the clock of S3.
+    Unknown times do not count as old.
 
     >>> sorted(KeepWithin("48h")(list_checkpoints("s3://bucket/run"), time.time()))
     ['step-00001000', 'step-00002000']
@@ -207,9 +198,7 @@ class KeepWithin(Policy):
 @dataclass(frozen=True)
 class KeepDaily(_Counted):
     """Keeps the newest checkpoint, by time of commit, of each of the last ``n`` (1 or more) days in UTC that have any.
-
-    A run that pauses keeps what it has: days without checkpoints do not count. A time in the future counts as now.
-    Checkpoints whose time is not known are kept.
+    A time in the future counts as now. Checkpoints whose time is not known are kept.
 
     >>> prune("s3://bucket/run", KeepLatest(3) | KeepDaily(7)).deleted
     ()
@@ -239,11 +228,7 @@ class KeepDaily(_Counted):
 
 
 def run_policy(policy: PolicyFunction, checkpoints: Sequence[CheckpointInfo], now: float) -> dict[str, list[str]]:
-    """Run ``policy`` and check its answer: a policy that fails or answers nonsense must not delete anything.
-
-    Raises:
-        SettingsError: it raised, or did not return a mapping from the checkpoints' names to lists of text.
-    """
+    """Run ``policy``. A SettingsError if it fails or answers nonsense, so that nothing is deleted."""
     if not callable(policy):
         raise SettingsError(
             f"{policy!r} is not a policy: expected a function of (checkpoints, now). Remedy: see Policy"
@@ -274,11 +259,7 @@ def policy_name(policy: PolicyFunction) -> str:
 
 
 def best_first(checkpoints: Sequence[CheckpointInfo], metric: str, mode: Mode) -> list[CheckpointInfo]:
-    """The checkpoints whose metric is a finite number, best value first; the newest first among equal values.
-
-    Raises:
-        SettingsError: ``mode`` is neither ``min`` nor ``max``.
-    """
+    """The checkpoints whose metric is a finite number, best value first; the newest first among equal values."""
     if mode not in ("min", "max"):
         raise SettingsError(f"mode = {mode!r}, expected 'min' or 'max': whether low or high values are better")
     found: list[tuple[float, CheckpointInfo]] = []
@@ -302,10 +283,8 @@ _WORDS = {
 
 
 def parse_policy(text: str) -> Policy | None:
-    """The policy that keeps whatever any of the words keeps; None for empty text, which keeps all.
-
-    Words, in any order: ``latest:K``, ``best:K:METRIC:min|max[:drop]``, ``every:STEPS``, ``within:DURATION``,
-    ``daily:N``.
+    """The policy that keeps whatever any of the words keeps; None for empty text, which keeps all. The words are
+    ``latest:K``, ``best:K:METRIC:min|max[:drop]``, ``every:STEPS``, ``within:DURATION``, ``daily:N``.
 
     >>> parse_policy("latest:3 best:2:val_loss:min every:10000")
     KeepLatest(k=3) | KeepBest(k=2, metric='val_loss', mode='min', missing='keep') | KeepEvery(steps=10000)

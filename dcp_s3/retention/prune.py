@@ -133,21 +133,20 @@ def prune(
 
     Args:
         root: the URL above the checkpoints.
-        policy: the policy, as an object or in one line (`parse_policy`). None: the setting ``retention``; if that is
-            unset, everything that is committed is kept.
+        policy: the policy, as an object or in one line (`parse_policy`). None: the setting ``retention``, without which
+            everything that is committed is kept.
         grace: seconds, or text like ``24h``, for which an uncommitted checkpoint counts as a save in progress. None:
             the setting ``retention_grace``.
         dry_run: only make the plan.
         force: allow a grace period under an hour. A save in progress may then be taken for a leftover, and lose its
             objects.
-        settings: a `Settings`, or a mapping of those that differ from the environment.
         progress: called with how far the prune is (`Progress`).
         on_event: gets the event `Pruned` or `PruneFailed`; none comes of a dry run.
-        store: see `CheckpointCatalog`.
+        settings, store: see `CheckpointCatalog`.
 
     Raises:
         SettingsError: not a policy, the policy failed, or the grace period has to be forced. Nothing was deleted.
-        InvalidURLError, SettingsError
+        InvalidURLError
         StorageError: the root could not be looked at. Nothing was deleted.
     """
     resolved = resolve_settings(settings)
@@ -187,15 +186,12 @@ def apply_plan(
     on_event: Listener | None = None,
     store: Store | None = None,
 ) -> PruneReport:
-    """Carry out a plan as far as it still holds (see `prune`). Looks at each thing again before it deletes it.
+    """Carry out a plan as far as it still holds (see `prune`). Looks at each thing again before it deletes it. Raises
+    InvalidURLError, SettingsError.
 
     >>> plan = CheckpointCatalog("s3://bucket/run").scan().plan(KeepLatest(1), grace=86400)
     >>> apply_plan("s3://bucket/run", plan).ok
     True
-
-    Raises:
-        InvalidURLError, SettingsError
-        StorageError: nothing could be begun.
     """
     where, resolved = parse_url(root), resolve_settings(settings)
     store = store_of(where, resolved) if store is None else store
