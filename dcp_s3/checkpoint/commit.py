@@ -177,7 +177,7 @@ def publish(
             _withdraw(after, commit, replaced)
             give_up(after)
             raise _lost_error(commit, loss)
-    if old := previous.keys - commit.keys:
+    if previous.keys and (old := previous.keys - commit.keys):
         _delete_replaced(store, identity, previous, old)
     size = sum(entry.size for entry in commit.objects)
     logger.debug("committed %s: %d objects, %d bytes", identity.url, len(commit.objects), size)

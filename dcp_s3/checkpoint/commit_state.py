@@ -93,10 +93,11 @@ def find_state(store: Store, identity: SaveIdentity, *, path: str | None, starte
         save_id = find_save_id(store, identity)
         if save_id == identity.save_id:
             return CommitState.COMMITTED
-        data = store.get(identity.url.key(manifest_object(save_id or "", identity.rank))).data
-        manifest = Manifest.from_json(data)
+        if save_id is None:
+            return CommitState.WAITING  # not ours
+        manifest = Manifest.from_json(store.get(identity.url.key(manifest_object(save_id, identity.rank))).data)
     except (errors.ObjectNotFoundError, ValueError):
-        return CommitState.WAITING  # no commit, or not ours
+        return CommitState.WAITING  # there is none
     if any(entry.path == path for entry in manifest.objects):
         return CommitState.COMMITTED
     newer = (manifest.started_at or manifest.created_at) > started_at

@@ -250,8 +250,7 @@ class Deleter:
         return [*removal.values()]
 
     def _delete_listed(
-        self,
-        url: CheckpointURL, deletion: str, listed: DeletionList, removal: Sequence[DirectoryEntry], look: Look,
+        self, url: CheckpointURL, deletion: str, listed: DeletionList, removal: Sequence[DirectoryEntry], look: Look,
         deadline: Deadline | None = None,
     ) -> None:  # fmt: skip
         """Write the list of a deletion (its id), look once more, and delete. With a deadline: what was committed, whose
