@@ -7,7 +7,7 @@ checkpoint on a disk has it under its own name, too.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -131,7 +131,9 @@ def missing_error(url: CheckpointURL, name: str, known: Collection[str]) -> erro
 
 def _find_manifests(store: Store, url: CheckpointURL) -> list[Manifest]:
     """The manifest of the checkpoint at ``url``, or those of its ranks; empty if another library wrote it."""
-    ranks = [] if store.exists(url.key(METADATA)) else list_directory(store, url, "__").ranks
+    ranks: Sequence[int | None] = ()
+    if not store.exists(url.key(METADATA)):
+        ranks = list_directory(store, url, "__").ranks
     try:
         found = [find_manifest(store, url, rank) for rank in ranks or [None]]
     except errors.ObjectNotFoundError:

@@ -266,17 +266,19 @@ class Committer:
         else:
             check_absent(store, self._identity)
 
-    def commit(
-        self, store: Store, commit: Commit, *, spilled: bool, look_again: Callable[[], Previous] | None = None
-    ) -> bool:
-        """Commit, and return True; False if another process does, so that it is not known when. Errors and
-        ``look_again``: see `publish`. ``spilled``: whether objects of the save wait on the disks of hosts."""
+    def commit(self, store: Store, commit: Commit, *, spilled: bool) -> bool:
+        """Commit, and return True; False if another process does, so that it is not known when. Errors: see `publish`.
+        ``spilled``: whether objects of the save wait on the disks of hosts."""
         if spilled:
             raise errors.SpillError(
                 f"{commit.identity.url} cannot be committed: objects of it wait in the spill directory of another "
                 "rank, but this rank, which would commit them once they are on S3, has no spill directory. "
                 "Remedy: set DCP_S3_SPILL_DIR on every rank"
             )
+        self._publish(store, commit)
+        return True
+
+    def _publish(self, store: Store, commit: Commit, look_again: Callable[[], Previous] | None = None) -> None:
         try:
             publish(store, commit, self._previous, look_again=look_again, is_late=self._beginning.is_late)
         except errors.DeadlineExceededError as error:
@@ -287,7 +289,6 @@ class Committer:
             if error.key == commit.identity.metadata_key and error.attempts:
                 progress += "; S3 may still carry out the commit request that it did not answer"
             raise deadline.error(f"the save to {commit.identity.url}", progress) from error
-        return True
 
 
 # --- reading back --------------------------------------------------------------------------------------

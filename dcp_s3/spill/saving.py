@@ -275,7 +275,7 @@ class SpillingCommitter(Committer):
                     check_newest(store, self._identity, previous, self._beginning.at)
                     return previous
 
-                super().commit(store, commit, spilled=False, look_again=look_again if self._overwrite else None)
+                self._publish(store, commit, look_again if self._overwrite else None)
             except TransferError as error:
                 logger.warning("the commit of %s waits for S3: %s", commit.identity.url, error)
                 without_tracebacks(error)

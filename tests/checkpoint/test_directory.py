@@ -54,7 +54,8 @@ def test_what_goes_with_a_checkpoint() -> None:
     assert being_saved is None
     etags = {path: found.etag for path, found in removal.items()}
     assert {found.path for found in directory(*gone).unchanged(etags)} == set(gone)
-    assert directory(*gone).unchanged(etags, until=49) == directory(*gone).unchanged(dict.fromkeys(gone, '"other"')) == []
+    assert directory(*gone).unchanged(etags, until=49) == []
+    assert directory(*gone).unchanged(dict.fromkeys(gone, '"other"')) == []
     removal, _ = directory(*kept, *gone, ended, lasting).removal(None, since=500)
     assert removal.keys() == {*gone, ended, ".dcp_s3/other"}
 
