@@ -45,6 +45,8 @@ class ReaderLease:
         self._store, self._url = store, url
         self._seconds = None if seconds is None else math.ceil(seconds)
         self._key: str | None = None
+        holder = {"seconds": self._seconds, "host": platform.node(), "pid": os.getpid()}
+        self._body = (json.dumps(holder) + "\n").encode()
 
     def take(self) -> None:
         """Write the lease. Without the permission there is only a warning."""
@@ -52,7 +54,7 @@ class ReaderLease:
             return
         key = self._url.key(lease_object(new_save_id(), self._seconds))
         try:
-            self._write(self._store, key)
+            self._store.put(key, self._body)
         except errors.AccessDeniedError as error:
             logger.warning("a prune may delete %s while it is loaded: no lease could be written: %s", self._url, error)
             return
@@ -94,13 +96,9 @@ class ReaderLease:
         store = self._store.within(Limit(hang=_RENEWAL_TIMEOUT, attempts=1))
         while not done.wait((self._seconds or 0) / 3):
             try:
-                self._write(store, self._key or "")
+                store.put(self._key or "", self._body)
             except errors.StorageError as error:
                 logger.warning("the lease of %s could not be renewed now: %s", self._url, error)
-
-    def _write(self, store: Store, key: str) -> None:
-        holder = {"seconds": self._seconds, "host": platform.node(), "pid": os.getpid()}
-        store.put(key, (json.dumps(holder) + "\n").encode())
 
 
 def check_not_deleted(

@@ -45,11 +45,8 @@ class Inspected:
 
 
 def inspect(store: Store, url: CheckpointURL, *, whole: bool = False) -> Inspected | None:
-    """The checkpoint at ``url`` itself; None if there is nothing of one.
-
-    Args:
-        whole: list all its objects, and say whether one is missing or left over.
-    """
+    """The checkpoint at ``url`` itself; None if there is nothing of one. With ``whole`` it lists all objects, and says
+    whether one is missing or left over."""
     pages = [store.page(url.key(""))] if whole else []
     directory = Directory(url, pages, whole=True) if pages else list_directory(store, url, ".")
     if pages and pages[0].next_token is not None:
@@ -217,11 +214,8 @@ def find_damage(store: Store, url: CheckpointURL, seen: Inspected | None = None)
 
 
 def tell_unreadable(unreadable: Mapping[str, str], loadable: str | None) -> None:
-    """Warn of checkpoints that cannot be loaded (URL to reason) though they were to be taken first.
-
-    Args:
-        loadable: URL of the one after them, which can be loaded; None if there is none.
-    """
+    """Warn of checkpoints that cannot be loaded (URL to reason) though they were to be taken before ``loadable``, the
+    URL of one that can be; None if there is none."""
     then = f"The next one that can be is {loadable}" if loadable else "None of them can be"
     for url, damage in unreadable.items():
         logger.warning("%s cannot be loaded: %s. %s", url, damage.rstrip("."), then)
