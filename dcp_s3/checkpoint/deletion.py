@@ -19,7 +19,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 
 from dcp_s3 import errors
 from dcp_s3.checkpoint.commit_state import check_metadata
@@ -54,9 +53,9 @@ _ATTEMPT_SECONDS = 30.0
 # Each request of 1000 keys counts as 1000 for S3, which takes 3500 a second.
 _DELETES_AT_ONCE = 8
 
-Look = Callable[[bool], Sequence[str] | None]
-"""Raises LeftAloneError if nothing more may be deleted; told whether the commits are gone. May return the keys of lists
-of earlier attempts, which go with this one's."""
+Look = Callable[[], Sequence[str] | None]
+"""Raises LeftAloneError if nothing more may be deleted. May return the keys of lists of earlier attempts, which go with
+this one's."""
 
 
 class LeftAloneError(errors.DcpS3Error):
@@ -146,7 +145,7 @@ class Deleter:
             listed = DeletionList(planned.save_id, commits, objects)
             self._delete_listed(
                 url, planned.deletion_id, listed, removal,
-                lambda _: self._look_again(url, planned, objects, newest, deadline), deadline,
+                lambda: self._look_again(url, planned, objects, newest, deadline), deadline,
             )  # fmt: skip
         return Deletion.of(url.name, removal)
 
@@ -185,12 +184,11 @@ class Deleter:
         removal = self._remove(url, found.directory, None, since)
         seen = {each.path: each.etag for each in removal}
 
-        def look(uncommitted: bool) -> None:
+        def look() -> None:
             if self.force:
                 return
             directory = list_directory(self.store, url, ".", "__")
-            commits = {} if uncommitted else seen
-            if not all(each.has_etag(commits.get(each.path)) for each in directory.commits.values()):
+            if directory.commits:  # there were none: commits of some ranks only are damage
                 raise LeftAloneError("it was committed")
             if why := directory.protection(seen):
                 raise LeftAloneError(why)
@@ -221,7 +219,7 @@ class Deleter:
             if each.key in gone
         ]
 
-        def look(_: bool) -> None:
+        def look() -> None:
             now = inspect(self.store, url)
             if now is None or (now.info.save_id, now.info.etag) != (before.save_id, before.etag):
                 raise LeftAloneError("it was overwritten")
@@ -255,20 +253,21 @@ class Deleter:
     ) -> None:  # fmt: skip
         """Write the list of a deletion (its id), look once more, and delete. With a deadline: what was committed, whose
         commits must be gone by then. Without: what never was, so that it looks before each request."""
-        key, begun, watches = url.key(deletion_object(deletion, new_nonce())), False, deadline is None
+        key, begun = url.key(deletion_object(deletion, new_nonce())), False
+        watch = look if deadline is None else None
         *commits, others = _steps(removal)
         # From these somebody else would write the commit of a joint save once more, when it is gone.
         coordination = (each for each in removal if each.kind.what is What.COORDINATION)
-        merged = [] if watches else [DeleteTarget(each.key) for each in coordination if is_merged(each.path)]
+        merged = [] if watch else [DeleteTarget(each.key) for each in coordination if is_merged(each.path)]
         try:
             self.store.put(key, listed.to_json())
-            lists = {key, *(look(False) or ())}
+            lists = {key, *(look() or ())}
             begun = True
             self.delete_all(merged)
             for step in commits:
-                if self.delete_all(step, deadline, partial(look, False) if watches else None) and not watches:
+                if self.delete_all(step, deadline, watch) and watch is None:
                     raise LeftAloneError("it was overwritten")
-            self.delete_all(others, look=partial(look, True) if watches else None)
+            self.delete_all(others, look=watch)
         except (LeftAloneError, errors.StorageError) as error:
             if isinstance(error, LeftAloneError) or not begun:
                 self._withdraw(url, key)
@@ -284,10 +283,7 @@ class Deleter:
             logger.warning("a deletion of %s was given up, and its list stays until the next prune: %s", url, error)
 
     def delete_all(
-        self,
-        targets: Sequence[DeleteTarget],
-        deadline: Deadline | None = None,
-        look: Callable[[], object] | None = None,
+        self, targets: Sequence[DeleteTarget], deadline: Deadline | None = None, look: Look | None = None
     ) -> list[str]:
         """Delete keys whose ETags are unchanged, each request before ``deadline``, and after ``look``, which raises if
         nothing more may be deleted.

@@ -48,10 +48,11 @@ def test_what_goes_with_a_checkpoint() -> None:
         BOARD,
     ]
     gone = [*NEEDED, *COORDINATION, "__0_7.distcp", "__0_0-cd.distcp", manifest_object("cd"), ".dcp_s3/metrics.json"]
-    ended, lasting = lease_object("ab", 60), lease_object("ab", 2000)
+    ended, lasting = lease_object("ab", 889), lease_object("ab", 891)  # of the time 50, with a margin of 60
     removal, being_saved = directory(".metadata", *kept, *gone, ended, lasting).removal(NEEDED, since=500)
     assert removal.keys() == {".metadata", *gone, ended}
     assert being_saved is None
+    assert (directory(ended).protection(), directory(lasting).protection()) == (None, "a reader has a lease")
     etags = {path: found.etag for path, found in removal.items()}
     assert {found.path for found in directory(*gone).unchanged(etags)} == set(gone)
     assert directory(*gone).unchanged(etags, until=49) == []
