@@ -1,8 +1,7 @@
 """Attachments: small files that belong to a checkpoint, for example a framework's ``common.pt``.
 
-Each is a data object of its save, named like one and listed in the manifest with its name and CRC-64. So it is there
-before the commit, cannot be mixed up with that of another save, and is copied, verified and deleted like all data. A
-copy of the checkpoint on a disk has it under its own name, too.
+Each is a data object of its save, named like one and listed in the manifest with its name and CRC-64. A copy of the
+checkpoint on a disk has it under its own name, too.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dcp_s3 import errors
-from dcp_s3.checkpoint.commit_state import SaveIdentity, find_save_id, not_found_error, read_manifest
+from dcp_s3.checkpoint.commit_state import find_manifest, not_found_error
 from dcp_s3.checkpoint.directory import list_directory
 from dcp_s3.format.control_files import AttachmentEntry, Manifest, ObjectEntry
 from dcp_s3.format.layout import METADATA, is_attachment_name
@@ -132,15 +131,11 @@ def missing_error(url: CheckpointURL, name: str, known: Collection[str]) -> erro
 
 def _find_manifests(store: Store, url: CheckpointURL) -> list[Manifest]:
     """The manifest of the checkpoint at ``url``, or those of its ranks; empty if another library wrote it."""
-    found = []
-    ranks: Sequence[int | None] = [None]
+    ranks: Sequence[int | None] = ()
     if not store.exists(url.key(METADATA)):
-        ranks = list_directory(store, url, "__").ranks or ranks
-    for rank in ranks:
-        try:
-            save_id = find_save_id(store, SaveIdentity(url, "", rank))
-        except errors.ObjectNotFoundError:
-            raise not_found_error(url) from None
-        if (manifest := read_manifest(store, SaveIdentity(url, save_id or "", rank))) is not None:
-            found.append(manifest)
-    return found
+        ranks = list_directory(store, url, "__").ranks
+    try:
+        found = [find_manifest(store, url, rank) for rank in ranks or [None]]
+    except errors.ObjectNotFoundError:
+        raise not_found_error(url) from None
+    return [manifest for manifest in found if manifest is not None]

@@ -72,11 +72,7 @@ def make_commit(
     started_at: float | None = None,
     coordination: Mapping[str, Any] | None = None,
 ) -> Commit:
-    """The commit of a save whose ranks have all written.
-
-    Metrics and ``extra`` are part of the manifest, so they exist exactly when the checkpoint does. Later ones lie in
-    ``metrics.json``, which names the save that they belong to.
-    """
+    """The commit of a save whose ranks have all written. Metrics and ``extra`` are part of its manifest."""
     from dcp_s3.format.metadata import dump_metadata
 
     manifest = Manifest(
@@ -111,13 +107,13 @@ def publish(
 
     Args:
         look_again: called once if that checkpoint is no longer there; the one that it finds is replaced instead.
+        keep_objects: do not delete what this save uploaded, whatever happens.
         is_late: whether the save began so long ago that a prune may take its objects for leftovers. If so, it looks
             for them before and after it writes ``.metadata``.
 
     Raises:
         CheckpointDeletedError: objects of this save are gone; the old checkpoint is unchanged.
-        CheckpointExistsError: another save committed to this URL meanwhile; what this save uploaded has been deleted,
-            unless ``keep_objects``.
+        CheckpointExistsError: another save committed to this URL meanwhile; what this save uploaded has been deleted.
         DeadlineExceededError: the store's deadline has passed. What this save uploaded has been deleted, unless S3 may
             still carry out the commit.
         StorageError: nothing was committed, as far as the answers of S3 tell.
@@ -154,8 +150,7 @@ def publish(
     except errors.ObjectNotFoundError:
         if previous.etag is None:
             raise
-        # A prune has deleted the old checkpoint.
-        without = replace(previous, etag=None)
+        without = replace(previous, etag=None)  # a prune has deleted the old checkpoint
         publish(store, commit, without, look_again=look_again, keep_objects=keep_objects, is_late=is_late)
         return
     except errors.PreconditionFailedError:
@@ -182,7 +177,7 @@ def publish(
             _withdraw(after, commit, replaced)
             give_up(after)
             raise _lost_error(commit, loss)
-    if old := previous.keys - commit.keys:
+    if previous.keys and (old := previous.keys - commit.keys):
         _delete_replaced(store, identity, previous, old)
     size = sum(entry.size for entry in commit.objects)
     logger.debug("committed %s: %d objects, %d bytes", identity.url, len(commit.objects), size)
@@ -265,24 +260,15 @@ class Committer:
         self._previous = Previous()
 
     def check_url(self, store: Store) -> None:
-        """Look at what is at the URL, before any data is written.
-
-        Raises:
-            CheckpointExistsError, StorageError
-        """
+        """Look at what is at the URL, before any data is written. Raises CheckpointExistsError, StorageError."""
         if self._overwrite:
             self._previous = find_previous(store, self._identity)
         else:
             check_absent(store, self._identity)
 
     def commit(self, store: Store, commit: Commit, *, spilled: bool) -> bool:
-        """Commit, and return True; False if another process does, so that it is not known when.
-
-        ``spilled``: whether objects of the save wait on the disks of hosts.
-
-        Raises:
-            DeadlineExceededError, CheckpointError, StorageError
-        """
+        """Commit, and return True; False if another process does, so that it is not known when. Errors: see `publish`.
+        ``spilled``: whether objects of the save wait on the disks of hosts."""
         if spilled:
             raise errors.SpillError(
                 f"{commit.identity.url} cannot be committed: objects of it wait in the spill directory of another "
@@ -307,17 +293,14 @@ class Committer:
 
 # --- reading back --------------------------------------------------------------------------------------
 
-# A torch whose pickles changed must not cost a week: the checkpoint that a save replaces is deleted after the commit,
-# and retention deletes earlier ones. So before the first commit of a process, and whenever a pickle names something
-# new, the reader's own code loads what was written.
+# A torch whose pickles changed must not cost a week: after a commit earlier checkpoints are deleted. So before the
+# first commit of a process, and whenever a pickle names something new, the reader's own code loads what was written.
 _known: set[bytes] = set()  # names in pickles that could be read back
 
 
 def check_readable(data: bytes, url: CheckpointURL, *, of_rank: bool = False) -> None:
-    """Load ``.metadata``, and an item of each dtype in it and one that is no tensor, as a reader would.
-
-    Does nothing if earlier commits of this process had the same names in them.
-    """
+    """Load ``.metadata``, and an item of each dtype in it and one that is no tensor, as a reader would, unless earlier
+    commits of this process had the same names in them."""
     names = find_names(data)
     if names <= _known:
         return

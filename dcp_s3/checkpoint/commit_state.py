@@ -1,5 +1,4 @@
-"""What stands at a URL: a checkpoint's ``.metadata``, a save's own commit, what it would replace, or nothing. Only
-reads."""
+"""What stands at a URL: a checkpoint's ``.metadata``, a save's own commit, what it would replace, or nothing."""
 
 from __future__ import annotations
 
@@ -9,6 +8,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from dcp_s3 import errors
@@ -65,14 +65,13 @@ class Previous:
     """The checkpoint that a save is about to replace."""
 
     keys: frozenset[str] = frozenset()
-    """Keys of objects that only the old checkpoint needs, without those of metadata that cannot be read."""
+    """Keys of objects that only the old checkpoint needs, as far as its metadata can be read."""
     etag: str | None = None
     """ETag of the old ``.metadata``; None if there was none."""
 
 
 def check_absent(store: Store, identity: SaveIdentity) -> None:
-    """Refuse to save over a committed checkpoint, before any byte moves. One of a save with collectives hides those of
-    single ranks, whichever is saved first: both kinds count."""
+    """Refuse to save over a committed checkpoint. One with collectives hides those of ranks: both kinds count."""
     rank = 0 if identity.rank is None else identity.rank
     keys = [identity.url.key(metadata_object(each)) for each in (None, rank)]
     if any(store.map(lambda store, key: store.exists(key), keys)):  # both at once: a save begins with this wait
@@ -94,10 +93,11 @@ def find_state(store: Store, identity: SaveIdentity, *, path: str | None, starte
         save_id = find_save_id(store, identity)
         if save_id == identity.save_id:
             return CommitState.COMMITTED
-        data = store.get(identity.url.key(manifest_object(save_id or "", identity.rank))).data
-        manifest = Manifest.from_json(data)
+        if save_id is None:
+            return CommitState.WAITING  # not ours
+        manifest = Manifest.from_json(store.get(identity.url.key(manifest_object(save_id, identity.rank))).data)
     except (errors.ObjectNotFoundError, ValueError):
-        return CommitState.WAITING  # no commit, or not ours
+        return CommitState.WAITING  # there is none
     if any(entry.path == path for entry in manifest.objects):
         return CommitState.COMMITTED
     newer = (manifest.started_at or manifest.created_at) > started_at
@@ -152,33 +152,32 @@ def check_newest(store: Store, identity: SaveIdentity, previous: Previous, start
         )
 
 
-def read_manifest(store: Store, identity: SaveIdentity) -> Manifest | None:
-    """The manifest of a save, None if it is not there.
+def find_manifest(store: Store, url: CheckpointURL, rank: int | None = None) -> Manifest | None:
+    """The manifest of the checkpoint at ``url``, or of one ``rank``; None if it is not there, or not ours.
 
     Raises:
-        CorruptCheckpointError: it cannot be read.
-        StorageError
+        ObjectNotFoundError: there is no checkpoint.
+        CorruptCheckpointError: the manifest cannot be read.
     """
+    save_id = find_save_id(store, SaveIdentity(url, "", rank))
+    if save_id is None:
+        return None
+    key = url.key(manifest_object(save_id, rank))
     try:
-        return Manifest.from_json(store.get(identity.manifest_key).data)
+        return Manifest.from_json(store.get(key).data)
     except errors.ObjectNotFoundError:
         return None
     except ValueError as error:
         raise errors.CorruptCheckpointError(
-            f"the manifest {identity.manifest_key} of {identity.url}, which says what is attached, cannot be read "
-            f"({error}). Remedy: use a newer dcp_s3 if a newer one wrote it, else restore the object from a backup",
-            url=str(identity.url),
+            f"the manifest {key} of {url}, which says what is attached, cannot be read ({error}). Remedy: use a newer "
+            "dcp_s3 if a newer one wrote it, else restore the object from a backup",
+            url=str(url),
         ) from error
 
 
 def find_save_id(store: Store, identity: SaveIdentity, head: ObjectHead | None = None) -> str | None:
     """Save id of the checkpoint at the URL, which the HEAD of its commit mostly tells: the object may be large. None if
-    it is not ours.
-
-    Raises:
-        ObjectNotFoundError: there is none.
-        StorageError
-    """
+    it is not ours; ObjectNotFoundError if there is none."""
     found = (head or store.head(identity.metadata_key)).metadata.get(SAVE_ID_KEY)
     if found is None:  # stores, proxies and copies may lose user metadata
         with contextlib.suppress(errors.CheckpointError):
@@ -246,18 +245,17 @@ class Beginning:
 
 def find_loss(store: Store, url: CheckpointURL, objects: Sequence[ObjectEntry]) -> str | None:
     """Why a save is incomplete: an object is gone, or a deletion's list names it. None if all will stay."""
-    directory = list_directory(store, url)
-    paths = {entry.path for entry in objects}
+    directory, paths = list_directory(store, url), {entry.path for entry in objects}
     missing = directory.lacking({entry.path: entry.size for entry in objects}, exact=True)
     if missing:
         return f"{len(missing)} of its {len(paths)} objects are gone, the first {missing[0]}"
-    for path in directory.deletions:
+    for found in chain(*directory.deletions.values()):
         try:
-            named = paths & set(DeletionList.from_json(store.get(url.key(path)).data).objects)
+            named = paths & set(DeletionList.from_json(store.get(found.key).data).objects)
         except errors.ObjectNotFoundError:
             return "a prune has just deleted something there"
         except ValueError as error:
-            return f"a prune deletes something there, and its list {path} cannot be read: {error}"
+            return f"a prune deletes something there, and its list {found.path} cannot be read: {error}"
         if named:
             return f"a prune is about to delete {len(named)} of its {len(paths)} objects, the first {min(named)}"
     return None

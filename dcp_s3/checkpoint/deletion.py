@@ -17,15 +17,15 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from dcp_s3 import errors
 from dcp_s3.checkpoint.commit_state import check_metadata
 from dcp_s3.checkpoint.directory import Directory, DirectoryEntry, list_directory
 from dcp_s3.checkpoint.info import CheckpointInfo, Deletion, LeftoverObject
 from dcp_s3.checkpoint.lease import DELETION_BEGINS
-from dcp_s3.checkpoint.look import Inspected, inspect
+from dcp_s3.checkpoint.look import inspect
 from dcp_s3.format.control_files import DeletionList
 from dcp_s3.format.layout import (
     CLAIM,
@@ -33,7 +33,6 @@ from dcp_s3.format.layout import (
     METADATA,
     SAVE_ID_KEY,
     What,
-    classify,
     deletion_id,
     deletion_object,
     is_merged,
@@ -43,7 +42,7 @@ from dcp_s3.format.layout import (
 from dcp_s3.format.saved_entries import needed_objects
 from dcp_s3.limit import Deadline, Limit
 from dcp_s3.process import torch_imported_alone
-from dcp_s3.store import DeleteTarget, Store, batches, same_etag
+from dcp_s3.store import BATCH, DeleteTarget, Store, same_etag
 from dcp_s3.url import CheckpointURL
 
 logger = logging.getLogger(__name__)
@@ -53,6 +52,10 @@ _ATTEMPT_SECONDS = 30.0
 
 # Each request of 1000 keys counts as 1000 for S3, which takes 3500 a second.
 _DELETES_AT_ONCE = 8
+
+Look = Callable[[], Sequence[str] | None]
+"""Raises LeftAloneError if nothing more may be deleted. May return the keys of lists of earlier attempts, which go with
+this one's."""
 
 
 class LeftAloneError(errors.DcpS3Error):
@@ -95,8 +98,6 @@ class Deleter:
     """Whether to look only."""
     slots: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(_DELETES_AT_ONCE))
 
-    # --- a committed checkpoint -----------------------------------------------------------------
-
     def delete_committed(
         self, url: CheckpointURL, planned: CheckpointInfo, *, since: float, newest: CheckpointURL | None = None
     ) -> Deletion:
@@ -114,61 +115,46 @@ class Deleter:
         found = inspect(self.store, url, whole=True)
         if found is None or not found.info.committed:
             raise LeftAloneError("it is gone, or no longer committed")
-        now = found.info
+        directory, now = found.directory, found.info
         if (planned.save_id, planned.modified_at) != (now.save_id, now.modified_at) or not same_etag(
             planned.etag, now.etag
         ):
             raise LeftAloneError("it was overwritten")
         if repr(sorted(planned.metrics.items())) != repr(sorted(now.metrics.items())):
             raise LeftAloneError("metrics were added to it")
-        removal, listed = self._remove(url, found.directory, self._needed(url, found), planned.save_id, since)
-        if listed is None:
-            return Deletion.of(url.name, removal)
-
-        path, seconds = deletion_object(planned.deletion_id, new_nonce()), DELETION_BEGINS / 2
-        deadline = _CommitDeadline("DELETION_BEGINS / 2", seconds, time.monotonic() + seconds, time.time() + seconds)
-        try:
-            self.store.put(url.key(path), listed.to_json())
-            lists = {path, *self._look_again(url, planned, listed, newest)}  # with those of attempts that were cut off
-            if deadline.left <= 0:
-                raise LeftAloneError("S3 is too slow for its readers to be seen")
-        except (LeftAloneError, errors.StorageError):
-            self._withdraw(url, path)
-            raise
-        # From this somebody else would write the commit of a joint save once more, when it is gone.
-        if merged := [each for each in listed.objects if is_merged(each)]:
-            self.delete_all([DeleteTarget(url.key(each)) for each in merged])
-        for step in _commit_steps(url, listed):
-            if self.delete_all(step, limit=Limit(deadline=deadline, hang=_ATTEMPT_SECONDS)):
-                self._withdraw(url, path)
-                raise LeftAloneError("it was overwritten")
-        self.delete_all(_other_targets(url, listed))
-        self.delete_all([DeleteTarget(url.key(each)) for each in lists])
-        return Deletion.of(url.name, removal)
-
-    def _needed(self, url: CheckpointURL, found: Inspected) -> set[str]:
-        """Relative paths of the data objects and manifests that a checkpoint's metadata names, and of the copies that
-        earlier versions made of its attachments."""
+        # What its metadata names, the manifests, and the copies that earlier versions made of attachments.
         needed: set[str] = set()
-        for rank in found.directory.committing:
+        for rank in directory.committing:
             if manifest := found.manifests.get(rank):
-                needed |= manifest.paths | set(manifest.attachments)
+                needed |= {directory.manifests[rank][manifest.save_id].path, *manifest.attachments}
+                needed.update(entry.path for entry in manifest.objects)
                 continue
             try:
-                metadata = check_metadata(self.store.get(url.key(metadata_object(rank))), url, rank)
-                needed |= set(needed_objects(metadata))
+                metadata = check_metadata(self.store.get(directory.commits[rank].key), url, rank)
+                needed |= needed_objects(metadata).keys()
             except errors.ObjectNotFoundError:
                 raise LeftAloneError("another prune deletes it") from None
             except errors.CheckpointError as error:
                 logger.warning("what %s consists of cannot be read, so that only old objects go: %s", url, error)
-        return needed
+        removal = self._remove(url, directory, needed, since)
+        if not self.dry_run:
+            until = (clock() + DELETION_BEGINS / 2 for clock in (time.monotonic, time.time))
+            deadline = _CommitDeadline("DELETION_BEGINS / 2", DELETION_BEGINS / 2, *until)
+            commits = {each.path: each.etag for each in removal if each.kind.what is What.COMMIT}
+            objects = {each.path: each.etag for each in removal if each.kind.what is not What.COMMIT}
+            listed = DeletionList(planned.save_id, commits, objects)
+            self._delete_listed(
+                url, planned.deletion_id, listed, removal,
+                lambda: self._look_again(url, planned, objects, newest, deadline), deadline,
+            )  # fmt: skip
+        return Deletion.of(url.name, removal)
 
     def _look_again(
-        self, url: CheckpointURL, planned: CheckpointInfo, listed: DeletionList, newest: CheckpointURL | None
-    ) -> list[str]:
-        """Look a last time before deleting. Returns the lists of other deletions of the same checkpoint."""
-        commits = [] if newest is None else [newest.key(METADATA), newest.key(metadata_object(0))]
-        if commits and not any(map(self.store.exists, commits)):
+        self, url: CheckpointURL, planned: CheckpointInfo, objects: Mapping[str, str], newest: CheckpointURL | None,
+        deadline: Deadline,
+    ) -> list[str]:  # fmt: skip
+        """Look a last time before deleting. Returns the keys of the lists of attempts that were cut off."""
+        if newest is not None and not any(self.store.exists(newest.key(metadata_object(rank))) for rank in (None, 0)):
             raise LeftAloneError(f"{newest}, which was to stay as the newest, is gone")
         directory = list_directory(self.store, url, ".")
         commit, metrics = directory.commits.get(None), directory.metrics
@@ -177,12 +163,13 @@ class Deleter:
         if planned.etag is not None and commit is not None and not commit.has_etag(planned.etag):
             raise LeftAloneError("it was overwritten")
         if not self.force:
-            if metrics is not None and not metrics.has_etag(listed.objects.get(metrics.path)):
+            if metrics is not None and not metrics.has_etag(objects.get(metrics.path)):
                 raise LeftAloneError("metrics were added to it")
-            _check(directory, listed.objects)
-        return [each.path for each in directory.lists_of(planned.deletion_id)]
-
-    # --- what is no checkpoint ------------------------------------------------------------------
+            if why := directory.protection(objects):
+                raise LeftAloneError(why)
+        if deadline.passed:
+            raise LeftAloneError("S3 is too slow for its readers to be seen")
+        return [each.key for each in directory.deletions.get(planned.deletion_id, ())]
 
     def delete_uncommitted(self, url: CheckpointURL, *, since: float) -> Deletion:
         """Delete what a save that was never committed left, if nothing in the directory was written after ``since``.
@@ -194,36 +181,43 @@ class Deleter:
             raise LeftAloneError("it was committed")
         if found.info.damage is not None and not self.force:
             raise LeftAloneError(found.info.damage)
-        removal, listed = self._remove(url, found.directory, None, None, since)
-        if listed is None:
-            return Deletion.of(url.name, removal)
-        seen, there = {**listed.commits, **listed.objects}, dict(listed.commits)
+        removal = self._remove(url, found.directory, None, since)
+        seen = {each.path: each.etag for each in removal}
 
         def look() -> None:
             if self.force:
                 return
             directory = list_directory(self.store, url, ".", "__")
-            if not all(each.has_etag(there.get(each.path)) for each in directory.commits.values()):
+            if directory.commits:  # there were none: commits of some ranks only are damage
                 raise LeftAloneError("it was committed")
-            _check(directory, seen)
+            if why := directory.protection(seen):
+                raise LeftAloneError(why)
 
-        # Whatever goes first, the list must not make a part of it look like a checkpoint.
-        self._delete_watched(url, listed, DeletionList(None, {}, listed.objects), look, there)
+        if not self.dry_run:
+            # Whatever goes first, the list must not make a part of it look like a checkpoint.
+            objects = {each.path: each.etag for each in removal if each.kind.what is not What.COMMIT}
+            listed = DeletionList(None, {}, objects)
+            self._delete_listed(url, deletion_id(None, new_nonce()), listed, removal, look)
         return Deletion.of(url.name, removal)
 
     def delete_leftovers(self, url: CheckpointURL, planned: Sequence[LeftoverObject], *, since: float) -> Deletion:
         """Delete objects of other saves in the directory of a committed checkpoint."""
         found = inspect(self.store, url, whole=True)
-        unneeded = found.leftovers if found else ()
-        if any(each.modified_at > since and not each.is_lease for each in unneeded):
+        unneeded = {each.key: each for each in found.leftovers} if found else {}
+        if any(each.modified_at > since and not each.is_lease for each in unneeded.values()):
             raise LeftAloneError("a save is in progress: an object was written")
-        gone = [each for each in planned if each in unneeded]
+        gone = {each.key for each in planned if each == unneeded.get(each.key)}
         if not gone or found is None:
             return Deletion(url.name, 0, 0)
-        before, skip = found.info, len(url.key(""))
+        before, directory = found.info, found.directory
         # What is deleted was listed before this: nothing commits it after.
         claim = end_joint_save(self.store, url)
-        seen = {each.path: each.etag for each in found.directory.other_saves({})} | ({CLAIM: claim} if claim else {})
+        seen = {each.path: each.etag for each in directory.other_saves({})} | ({CLAIM: claim} if claim else {})
+        removal = [
+            each._replace(etag=claim or "") if each.path == CLAIM else each
+            for each in directory.objects.values()
+            if each.key in gone
+        ]
 
         def look() -> None:
             now = inspect(self.store, url)
@@ -232,131 +226,67 @@ class Deleter:
             if others := now.directory.other_saves(seen):
                 raise LeftAloneError(f"a save is in progress: it has written {others[0].path}")
 
-        etags = {each.key[skip:]: each.etag for each in gone}
-        etags |= {CLAIM: claim or ""} if CLAIM in etags else {}
         # Without ETags: it is beside a checkpoint, so that nobody may finish this without a look.
-        written = DeletionList(None, {}, dict.fromkeys(etags, ""))
-        self._delete_watched(url, DeletionList(None, {}, etags), written, look, {})
-        return Deletion.of(url.name, gone)
-
-    def _delete_watched(
-        self,
-        url: CheckpointURL,
-        listed: DeletionList,
-        written: DeletionList,
-        look: Callable[[], None],
-        there: dict[str, str],
-    ) -> None:
-        """Delete what is no checkpoint. Looks before each request. ``there``: the commits that are not deleted yet."""
-        path = deletion_object(deletion_id(None, new_nonce()), new_nonce())
-        begun = False
-        try:
-            self.store.put(url.key(path), written.to_json())
-            look()
-            begun = True
-            for step in _commit_steps(url, listed):
-                self.delete_all(step, look=look)
-            there.clear()
-            self.delete_all(_other_targets(url, listed), look=look)
-        except (LeftAloneError, errors.StorageError) as error:
-            if isinstance(error, LeftAloneError) or not begun:
-                self._withdraw(url, path)
-            raise
-        self.delete_all([DeleteTarget(url.key(path))])
-
-    # --- deletions that were cut off ------------------------------------------------------------
-
-    def finish(self, url: CheckpointURL, deletion: str) -> Deletion:
-        """Finish a deletion (its id) that was cut off: delete exactly what its lists name and is unchanged."""
-        directory = list_directory(self.store, url)
-        gone: set[str] = set()
-        for found in directory.lists_of(deletion):
-            try:
-                listed = DeletionList.from_json(self.store.get(url.key(found.path)).data)
-            except errors.ObjectNotFoundError:
-                continue  # another prune has finished it
-            except ValueError as error:
-                raise errors.CheckpointError(
-                    f"the list of a deletion s3://{url.bucket}/{url.key(found.path)} cannot be read: {error}. "
-                    "Remedy: delete it; what it names is then left over, and goes after the grace period",
-                    url=str(url),
-                ) from None
-            if not self._has_begun(url, directory, listed):
-                if listed.commits:
-                    raise LeftAloneError("a deletion was begun and given up; the checkpoint is still there")
-                # Of leftovers, or of a save that was committed after all.
-                given_up = found.modified_at < directory.now - DELETION_BEGINS
-                if given_up or not listed.objects.keys() & directory.objects.keys():
-                    self._withdraw(url, found.path)
-                continue
-            # An object younger than the list is another save's, even if its bytes are the same.
-            commits, objects = (
-                directory.unchanged(each, until=found.modified_at) for each in (listed.commits, listed.objects)
-            )
-            rest = replace(listed, commits=commits, objects=objects)
-            for step in _commit_steps(url, rest):
-                self.delete_all(step)
-            self.delete_all(_other_targets(url, rest))
-            self.delete_all([DeleteTarget(url.key(found.path))])
-            gone |= {*commits, *objects}
-        return Deletion.of(url.name, [directory.objects[path] for path in gone])
-
-    def _has_begun(self, url: CheckpointURL, directory: Directory, listed: DeletionList) -> bool:
-        """Whether a deletion whose list was found has already removed the commit, and it did not come back."""
-        there = directory.unchanged(listed.commits)
-        if not listed.commits:  # it was never committed
-            begun = not directory.commits
-        elif METADATA in listed.commits:
-            begun = METADATA not in there
-        else:
-            begun = len(there) < len(listed.commits)
-        if not begun or listed.save_id is None or None not in directory.commits:
-            return begun
-        try:  # brought back from a copy, it has another ETag
-            return self.store.head(url.key(METADATA)).metadata.get(SAVE_ID_KEY) != listed.save_id
-        except errors.ObjectNotFoundError:
-            return True
-
-    def withdraw_given_up(self, url: CheckpointURL, deletion: str) -> None:
-        """Remove the lists of a deletion that was cut off before it began: the checkpoint is still there."""
-        directory = list_directory(self.store, url, DELETION_PREFIX)
-        old = [each for each in directory.lists_of(deletion) if each.modified_at < directory.now - DELETION_BEGINS]
-        self.delete_all([DeleteTarget(url.key(each.path)) for each in old])
+        listed = DeletionList(None, {}, {each.path: "" for each in removal})
+        self._delete_listed(url, deletion_id(None, new_nonce()), listed, removal, look)
+        return Deletion.of(url.name, removal)
 
     # --- steps of each deletion -----------------------------------------------------------------
 
     def _remove(
-        self, url: CheckpointURL, directory: Directory, needed: set[str] | None, save_id: str | None, since: float
-    ) -> tuple[list[DirectoryEntry], DeletionList | None]:
-        """What `Directory.removal` finds, and the list of it; none for a dry run. Raises LeftAloneError if it may not
-        go. A joint save that is not committed is aborted: from here on nothing commits what is listed."""
+        self, url: CheckpointURL, directory: Directory, needed: set[str] | None, since: float
+    ) -> list[DirectoryEntry]:
+        """What `Directory.removal` finds. Raises LeftAloneError if it may not go. Unless this is a dry run, a joint
+        save that is not committed is aborted: from here on nothing commits what is listed."""
         removal, being_saved = directory.removal(needed, since=since)
-        why = directory.protection or (being_saved and f"a save is in progress: {being_saved} was written")
+        why = directory.protection() or (being_saved and f"a save is in progress: {being_saved} was written")
         if why and not self.force:
             raise LeftAloneError(why)
-        if self.dry_run:
-            return [*removal.values()], None
-        commits: dict[str, str] = {}
-        objects: dict[str, str] = {}
-        for path, found in removal.items():
-            (commits if found.kind.what is What.COMMIT else objects)[path] = found.etag
-        if CLAIM in objects:
-            objects[CLAIM] = end_joint_save(self.store, url) or objects[CLAIM]
-        return [*removal.values()], DeletionList(save_id, commits, objects)
+        if CLAIM in removal and not self.dry_run:
+            claim = removal[CLAIM]
+            removal[CLAIM] = claim._replace(etag=end_joint_save(self.store, url) or claim.etag)
+        return [*removal.values()]
 
-    def _withdraw(self, url: CheckpointURL, path: str) -> None:
+    def _delete_listed(
+        self, url: CheckpointURL, deletion: str, listed: DeletionList, removal: Sequence[DirectoryEntry], look: Look,
+        deadline: Deadline | None = None,
+    ) -> None:  # fmt: skip
+        """Write the list of a deletion (its id), look once more, and delete. With a deadline: what was committed, whose
+        commits must be gone by then. Without: what never was, so that it looks before each request."""
+        key, begun = url.key(deletion_object(deletion, new_nonce())), False
+        watch = look if deadline is None else None
+        *commits, others = _steps(removal)
+        # From these somebody else would write the commit of a joint save once more, when it is gone.
+        coordination = (each for each in removal if each.kind.what is What.COORDINATION)
+        merged = [] if watch else [DeleteTarget(each.key) for each in coordination if is_merged(each.path)]
+        try:
+            self.store.put(key, listed.to_json())
+            lists = {key, *(look() or ())}
+            begun = True
+            self.delete_all(merged)
+            for step in commits:
+                if self.delete_all(step, deadline, watch) and watch is None:
+                    raise LeftAloneError("it was overwritten")
+            self.delete_all(others, look=watch)
+        except (LeftAloneError, errors.StorageError) as error:
+            if isinstance(error, LeftAloneError) or not begun:
+                self._withdraw(url, key)
+            raise
+        self.delete_all([DeleteTarget(each) for each in lists])
+
+    def _withdraw(self, url: CheckpointURL, key: str) -> None:
         """Remove the list of a deletion that was given up. A failure is a warning."""
         try:
             # What has stalled here is over for good in this store's limit.
-            self.store.within(self.store.limit.for_cleanup()).delete([url.key(path)])
+            self.store.within(self.store.limit.for_cleanup()).delete([key])
         except errors.StorageError as error:
             logger.warning("a deletion of %s was given up, and its list stays until the next prune: %s", url, error)
 
     def delete_all(
-        self, targets: Sequence[DeleteTarget], *, limit: Limit | None = None, look: Callable[[], None] | None = None
+        self, targets: Sequence[DeleteTarget], deadline: Deadline | None = None, look: Look | None = None
     ) -> list[str]:
-        """Delete keys whose ETags are unchanged; ``limit`` bounds each request, ``look`` is called before it and raises
-        if nothing more may be deleted.
+        """Delete keys whose ETags are unchanged, each request before ``deadline``, and after ``look``, which raises if
+        nothing more may be deleted.
 
         Returns:
             Keys that were left alone because they have another ETag.
@@ -365,37 +295,81 @@ class Deleter:
         def delete(store: Store, batch: Sequence[DeleteTarget]) -> Sequence[str]:
             if look is not None:
                 look()
-            if limit is not None:
-                store = store.within(replace(limit, cancel=store.limit.cancel, progress=store.limit.progress))
+            if deadline is not None:
+                cancel, progress = store.limit.cancel, store.limit.progress
+                store = store.within(Limit(deadline=deadline, hang=_ATTEMPT_SECONDS, cancel=cancel, progress=progress))
             with self.slots:
                 return store.delete(batch)
 
-        runs = batches(targets)
+        runs = [targets[start : start + BATCH] for start in range(0, len(targets), BATCH)]
         one_by_one = look is not None or len(runs) == 1
         changed = [delete(self.store, each) for each in runs] if one_by_one else self.store.map(delete, runs)
         return [key for each in changed for key in each]
 
+    # --- deletions that were cut off ------------------------------------------------------------
 
-def _commit_steps(url: CheckpointURL, listed: DeletionList) -> list[list[DeleteTarget]]:
-    """The commits, which are deleted first, in steps: ``.metadata`` after those of single ranks, which it hides."""
-    hidden = [DeleteTarget(url.key(path), etag) for path, etag in listed.commits.items() if path != METADATA]
-    metadata = [DeleteTarget(url.key(METADATA), listed.commits[METADATA])] if METADATA in listed.commits else []
-    return [step for step in (hidden, metadata) if step]
+    def finish(self, url: CheckpointURL, deletion: str) -> Deletion:
+        """Finish a deletion (its id) that was cut off: delete exactly what its lists name and is unchanged."""
+        directory = list_directory(self.store, url)
+        gone: dict[str, DirectoryEntry] = {}
+        for found in directory.deletions.get(deletion, ()):
+            try:
+                listed = DeletionList.from_json(self.store.get(found.key).data)
+            except errors.ObjectNotFoundError:
+                continue  # another prune has finished it
+            except ValueError as error:
+                raise errors.CheckpointError(
+                    f"the list of a deletion s3://{url.bucket}/{found.key} cannot be read: {error}. "
+                    "Remedy: delete it; what it names is then left over, and goes after the grace period",
+                    url=str(url),
+                ) from None
+            if not self._has_begun(directory, listed):
+                if listed.commits:
+                    raise LeftAloneError("a deletion was begun and given up; the checkpoint is still there")
+                # Of leftovers, or of a save that was committed after all.
+                given_up = found.modified_at < directory.now - DELETION_BEGINS
+                if given_up or not listed.objects.keys() & directory.objects.keys():
+                    self._withdraw(url, found.key)
+                continue
+            # An object younger than the list is another save's, even if its bytes are the same.
+            rest = directory.unchanged({**listed.commits, **listed.objects}, until=found.modified_at)
+            for step in (*_steps(rest), [DeleteTarget(found.key)]):
+                self.delete_all(step)
+            gone |= {each.path: each for each in rest}
+        return Deletion.of(url.name, gone.values())
+
+    def _has_begun(self, directory: Directory, listed: DeletionList) -> bool:
+        """Whether a deletion whose list was found has already removed the commit, and it did not come back."""
+        there = {each.path for each in directory.unchanged(listed.commits)}
+        if not listed.commits:  # it was never committed
+            begun = not directory.commits
+        elif METADATA in listed.commits:
+            begun = METADATA not in there
+        else:
+            begun = len(there) < len(listed.commits)
+        commit = directory.commits.get(None)
+        if not begun or listed.save_id is None or commit is None:
+            return begun
+        try:  # brought back from a copy, it has another ETag
+            return self.store.head(commit.key).metadata.get(SAVE_ID_KEY) != listed.save_id
+        except errors.ObjectNotFoundError:
+            return True
+
+    def withdraw_given_up(self, url: CheckpointURL, deletion: str) -> None:
+        """Remove the lists of a deletion that was cut off before it began: the checkpoint is still there."""
+        directory = list_directory(self.store, url, DELETION_PREFIX)
+        old = directory.now - DELETION_BEGINS
+        lists = directory.deletions.get(deletion, ())
+        self.delete_all([DeleteTarget(each.key) for each in lists if each.modified_at < old])
 
 
-def _other_targets(url: CheckpointURL, listed: DeletionList) -> list[DeleteTarget]:
-    """The objects to delete after the commits. Names that no other save uses need no condition, and get none."""
-    targets = []
-    for path, etag in sorted(listed.objects.items()):
-        kind = classify(path)
-        targets.append(DeleteTarget(url.key(path), "" if kind.nonce or kind.save_id else etag))  # the claim has neither
-    return targets
-
-
-def _check(directory: Directory, seen: Mapping[str, str]) -> None:
-    """Raises LeftAloneError if it is protected, or a save in progress has written since a listing with these ETags by
-    relative path."""
-    if directory.protection is not None:
-        raise LeftAloneError(directory.protection)
-    if others := directory.other_saves(seen):
-        raise LeftAloneError(f"a save is in progress: it has written {others[0].path}")
+def _steps(removal: Iterable[DirectoryEntry]) -> tuple[list[DeleteTarget], ...]:
+    """What is deleted, in order: the commits of single ranks, ``.metadata``, which hides them, and the rest. Names that
+    no other save uses need no condition, and get none; the claim's, and other libraries', do."""
+    steps: tuple[list[DeleteTarget], ...] = ([], [], [])
+    for each in sorted(removal):
+        if each.kind.what is What.COMMIT:
+            steps[1 if each.path == METADATA else 0].append(DeleteTarget(each.key, each.etag))
+        else:
+            steps[2].append(DeleteTarget(each.key, "" if each.kind.nonce or each.kind.save_id else each.etag))
+    return steps

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from itertools import chain
 from typing import Any, Literal
 
-from dcp_s3.checkpoint.directory import Directory, DirectoryEntry
-from dcp_s3.format.control_files import Manifest, ObjectEntry
+from dcp_s3.checkpoint.directory import CONTROL_KINDS, Directory, DirectoryEntry
+from dcp_s3.format.control_files import Manifest
 from dcp_s3.format.layout import What, deletion_id, step_of
 from dcp_s3.settings import Settings, compile_step_pattern
 from dcp_s3.units import format_size, one_line
@@ -22,11 +22,8 @@ State = Literal["committed", "incomplete", "in_progress", "leftover", "local"]
 class CheckpointInfo:
     """A checkpoint under a root.
 
-    >>> info = latest("s3://bucket/run")
-    >>> info
+    >>> latest("s3://bucket/run")
     CheckpointInfo('s3://bucket/run/step-00002000', committed, ... KiB, step=2000, metrics={'val_loss': 1.5})
-    >>> info.committed, info.world_size
-    (True, 1)
     """
 
     url: str
@@ -35,8 +32,8 @@ class CheckpointInfo:
     """Last part of the URL."""
     state: State
     """``committed`` if it has what makes it a checkpoint (``.metadata``, or that of every rank); ``local`` if its
-    commit waits in this host's spill directory; otherwise ``incomplete``, which a `CheckpointCatalog` tells apart by
-    its grace period: ``in_progress``, or ``leftover``."""
+    commit waits in this host's spill directory; otherwise ``incomplete``, in a catalog ``in_progress`` or, after its
+    grace period, ``leftover``."""
     step: int | None
     """Training step, from the name; None if the name has no number."""
     created_at: float | None
@@ -103,8 +100,7 @@ class CheckpointInfo:
 
 @dataclass(frozen=True)
 class LeftoverObject:
-    """An object in a committed checkpoint's directory that the checkpoint does not need: of a failed save, an
-    overwritten one, or one in progress."""
+    """An object in a committed checkpoint's directory that the checkpoint does not need."""
 
     key: str
     size: int
@@ -126,7 +122,7 @@ class Deletion:
     name: str
     """Name of the checkpoint."""
     objects: int
-    """Number of objects; the deletion's list and other small marks do not count."""
+    """Number of objects, without the deletion's list."""
     size: int
     """Bytes."""
 
@@ -142,11 +138,6 @@ def age_order(info: CheckpointInfo) -> tuple[bool, int, float, str]:
     return (info.step is not None, info.step or 0, 0.0 if math.isnan(created) else created, info.name)
 
 
-def newest_first(infos: Iterable[CheckpointInfo]) -> list[CheckpointInfo]:
-    """The committed checkpoints, in the order in which `latest` tries them."""
-    return sorted((info for info in infos if info.committed), key=age_order, reverse=True)
-
-
 def summarize(url: CheckpointURL, directory: Directory, manifests: Mapping[int | None, Manifest]) -> CheckpointInfo:
     """The summary of a directory: a checkpoint with ``.metadata``, one of ranks that committed for themselves, as torch
     and earlier versions do without collectives, or one that was never committed.
@@ -158,42 +149,42 @@ def summarize(url: CheckpointURL, directory: Directory, manifests: Mapping[int |
         manifests: manifests of the commits by rank, as far as they are clear and can be read.
     """
     ranks, damage, committed = directory.ranks, None, None in directory.commits
+    name, objects = url.name, directory.objects.values()
     written = [manifests[rank] for rank in directory.committing if rank in manifests]
     if ranks and not committed:
         if written or directory.manifests.keys() & set(ranks):
             committed = ranks == [*range(len(written))] and {each.world_size for each in written} == {len(ranks)}
         else:
             # Data in a directory below counts, unless that is a checkpoint itself: other writers may put theirs there.
-            nested = [each for each in directory if each.kind.what is What.NESTED_DATA]
+            nested = (each for each in objects if each.kind.what is What.NESTED_DATA)
             below = [each for each in nested if each.kind.below not in directory.nested]
             writers = {each.kind.rank for each in (*directory.data.values(), *below)} - {None}
             committed = ranks == [*range(len(ranks))] and writers <= set(ranks)
         if not committed:
             damage = "it may be complete: ranks, or manifests of ranks, are missing, cannot be read, or disagree"
     written = written if committed else []
-    commits = directory.commits.values() if committed else ()
-    newest = max((each.modified_at for each in directory.objects.values()), default=None)
-    modified_at = max((each.modified_at for each in commits), default=newest)
-    data: Collection[ObjectEntry | DirectoryEntry] = [*chain(*(each.objects for each in written))]
-    data = data if written else directory.data.values()
+    ours = any(each.kind.nonce or each.kind.what in CONTROL_KINDS for each in objects)
+    dated = directory.commits.values() if committed else objects
+    modified_at = max((each.modified_at for each in dated), default=None)
+    sizes = [each.size for each in (chain(*(each.objects for each in written)) if written else directory.data.values())]
     metadata = directory.commits.get(None)
     return CheckpointInfo(
         url=str(url),
-        name=url.name,
+        name=name,
         state="committed" if committed else "incomplete",
-        step=step_of(url.name),
+        step=step_of(name),
         created_at=max((each.created_at for each in written), default=modified_at),
         world_size=written[0].world_size if written else None,
-        objects=len(data),
-        size=sum(each.size for each in data),
-        metrics={name: value for each in reversed(written) for name, value in each.metrics.items()},
-        foreign=not written and (committed or not directory.ours),
+        objects=len(sizes),
+        size=sum(sizes),
+        metrics={metric: value for each in reversed(written) for metric, value in each.metrics.items()},
+        foreign=not written and (committed or not ours),
         save_id=written[0].save_id if written else None,
         etag=metadata.etag if metadata else None,
         modified_at=modified_at,
         pinned=directory.pin is not None,
         leased_until=max((found.modified_at + found.kind.seconds for found in directory.leases), default=None),
-        deletions=tuple(sorted({found.kind.deletion for found in directory.deletions.values()})),
+        deletions=tuple(sorted(directory.deletions)),
         damage=damage,
         extra=written[0].extra if written else {},
         started_at=min((each.started_at for each in written if each.started_at is not None), default=None),

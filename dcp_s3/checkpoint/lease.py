@@ -38,16 +38,15 @@ _WITHDRAWAL = 10.0
 
 
 class ReaderLease:
-    """One lease. Holds a connection and a thread only in `renewed`.
-
-    Args:
-        seconds: seconds until it ends unless it is renewed. None: there is no lease, and all methods do nothing.
-    """
+    """One lease, of ``seconds`` unless it is renewed; with None, all methods do nothing. Holds a connection and a
+    thread only in `renewed`."""
 
     def __init__(self, store: Store, url: CheckpointURL, seconds: float | None) -> None:
         self._store, self._url = store, url
         self._seconds = None if seconds is None else math.ceil(seconds)
         self._key: str | None = None
+        holder = {"seconds": self._seconds, "host": platform.node(), "pid": os.getpid()}
+        self._body = (json.dumps(holder) + "\n").encode()
 
     def take(self) -> None:
         """Write the lease. Without the permission there is only a warning."""
@@ -55,7 +54,7 @@ class ReaderLease:
             return
         key = self._url.key(lease_object(new_save_id(), self._seconds))
         try:
-            self._write(self._store, key)
+            self._store.put(key, self._body)
         except errors.AccessDeniedError as error:
             logger.warning("a prune may delete %s while it is loaded: no lease could be written: %s", self._url, error)
             return
@@ -97,21 +96,16 @@ class ReaderLease:
         store = self._store.within(Limit(hang=_RENEWAL_TIMEOUT, attempts=1))
         while not done.wait((self._seconds or 0) / 3):
             try:
-                self._write(store, self._key or "")
+                store.put(self._key or "", self._body)
             except errors.StorageError as error:
                 logger.warning("the lease of %s could not be renewed now: %s", self._url, error)
-
-    def _write(self, store: Store, key: str) -> None:
-        holder = {"seconds": self._seconds, "host": platform.node(), "pid": os.getpid()}
-        store.put(key, (json.dumps(holder) + "\n").encode())
 
 
 def check_not_deleted(
     store: Store, url: CheckpointURL, deletions: Collection[str] | None, *, rank: int | None = None
 ) -> None:
-    """Make sure, after a lease or a pin was written, that no prune that missed it deletes the checkpoint.
-
-    A prune that has begun may see it and withdraw; this waits for that.
+    """Make sure, after a lease or a pin was written, that no prune that missed it deletes the checkpoint. Waits for one
+    that has begun to see it and withdraw.
 
     Args:
         deletions: ids that a deletion of the checkpoint may have (`deletion_id`). None: any deletion at the URL counts
@@ -121,9 +115,10 @@ def check_not_deleted(
     while True:
         directory = list_directory(store, url, DELETION_PREFIX)
         begun = any(
-            (deletions is None or found.kind.deletion in deletions)
-            and directory.now - found.modified_at < DELETION_BEGINS
-            for found in directory.deletions.values()
+            directory.now - found.modified_at < DELETION_BEGINS
+            for deletion, lists in directory.deletions.items()
+            for found in lists
+            if deletions is None or deletion in deletions
         )
         there = store.exists(url.key(metadata_object(rank)))
         if there and not begun:

@@ -8,29 +8,22 @@ listed whole.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from dcp_s3 import errors
 from dcp_s3.checkpoint.commit_state import check_metadata, find_crc_mismatch
-from dcp_s3.checkpoint.directory import Directory, DirectoryEntry, list_directory, time_of
+from dcp_s3.checkpoint.directory import Directory, list_directory
 from dcp_s3.checkpoint.info import CheckpointInfo, LeftoverObject, summarize
 from dcp_s3.format.control_files import AddedMetrics, Manifest
-from dcp_s3.format.layout import (
-    METADATA,
-    METADATA_CRC_KEY,
-    METRICS,
-    PIN,
-    SAVE_ID_KEY,
-    What,
-    manifest_object,
-    metadata_object,
-)
+from dcp_s3.format.layout import METADATA, METADATA_CRC_KEY, METRICS, PIN, SAVE_ID_KEY, What, manifest_object
 from dcp_s3.format.saved_entries import needed_objects
 from dcp_s3.process import is_newer_than_installed
-from dcp_s3.store import Store, same_etag
+from dcp_s3.store import ListedObject, Page, Store, same_etag
 from dcp_s3.url import CheckpointURL
 
 logger = logging.getLogger(__name__)
@@ -40,6 +33,7 @@ logger = logging.getLogger(__name__)
 class Inspected:
     """A checkpoint with what was read to describe it."""
 
+    url: CheckpointURL
     info: CheckpointInfo
     directory: Directory
     """The objects that begin with a dot, or all of them if they had to be, or were to be, listed."""
@@ -51,12 +45,18 @@ class Inspected:
 
 
 def inspect(store: Store, url: CheckpointURL, *, whole: bool = False) -> Inspected | None:
-    """The checkpoint at ``url`` itself; None if there is nothing of one.
-
-    Args:
-        whole: list all its objects, and say whether one is missing or left over.
-    """
-    directory = _list_whole(store, url) if whole else list_directory(store, url, ".")
+    """The checkpoint at ``url`` itself; None if there is nothing of one. With ``whole`` it lists all objects, and says
+    whether one is missing or left over."""
+    pages = [store.page(url.key(""))] if whole else []
+    directory = Directory(url, pages, whole=True) if pages else list_directory(store, url, ".")
+    if pages and pages[0].next_token is not None:
+        # Not all of it at first: there may be millions of other things, such as below a run with its boards.
+        if not directory.shows_checkpoint:
+            directory = list_directory(store, url, ".")
+        if directory.shows_checkpoint:
+            while pages[-1].next_token is not None:
+                pages.append(store.page(url.key(""), token=pages[-1].next_token))
+            directory = Directory(url, pages, whole=True)
     manifests: dict[int | None, Manifest] = {}
     if None in directory.commits:
         try:
@@ -65,11 +65,13 @@ def inspect(store: Store, url: CheckpointURL, *, whole: bool = False) -> Inspect
             elif not directory.whole:
                 directory = list_directory(store, url)
         except errors.ObjectNotFoundError:  # deleted just now
-            commits: dict[int | None, DirectoryEntry] = {rank: directory.commits[rank] for rank in directory.ranks}
-            directory = replace(directory, commits=commits, committing=directory.ranks)
+            left = (
+                ListedObject(each.key, each.size, each.modified_at, each.etag) for each in directory.objects.values()
+            )
+            page = Page(tuple(each for each in left if each.key != url.key(METADATA)), (), None, directory.now)
+            directory = Directory(url, [page], whole=directory.whole)
     if None not in directory.commits:
         if not directory.whole:
-            # Not all of it at first: there may be millions of other things, such as below a run with its boards.
             directory = list_directory(store, url, ".", "__")
             if directory.shows_checkpoint and (whole or directory.ranks):
                 directory = list_directory(store, url)
@@ -77,105 +79,85 @@ def inspect(store: Store, url: CheckpointURL, *, whole: bool = False) -> Inspect
             return None
 
         def manifest_of(store: Store, rank: int) -> Manifest | None:
-            try:
+            with contextlib.suppress(errors.ObjectNotFoundError):  # deleted just now
                 return _find_manifest(store, url, directory, rank)
-            except errors.ObjectNotFoundError:
-                return None  # deleted just now
+            return None
 
-        of_ranks = zip(directory.ranks, store.map(manifest_of, directory.ranks), strict=True) if directory.ranks else ()
-        manifests = {rank: manifest for rank, manifest in of_ranks if manifest is not None}
+        if ranks := directory.ranks:
+            of_ranks = zip(ranks, store.map(manifest_of, ranks), strict=True)
+            manifests = {rank: manifest for rank, manifest in of_ranks if manifest is not None}
 
     info = summarize(url, directory, manifests)
-    if directory.metrics is not None and info.committed:
+    committed, more = info.committed, dict[str, Any]()
+    leftovers: tuple[LeftoverObject, ...] = ()
+    if directory.metrics is not None and committed:
         added, identity = read_added(store, url)[1], info.save_id or info.etag
         if identity and added.save_id == identity:
-            info = replace(info, metrics={**info.metrics, **added.metrics})
+            more["metrics"] = {**info.metrics, **added.metrics}
     if info.pinned:
-        info = replace(info, pin_reason=_read_pin_reason(store, url))
-    if info.committed and info.foreign and not directory.data:  # S3 may carry out a commit after it was pruned
-        info = replace(info, damage=find_damage(store, url))
-    found = Inspected(info, directory, manifests)
-    return _look_deeper(store, url, found) if whole and info.committed else found
+        with contextlib.suppress(  # it protects whatever is in it
+            errors.ObjectNotFoundError, errors.AccessDeniedError, ValueError, TypeError, KeyError, RecursionError
+        ):
+            reason = json.loads(store.get(url.key(PIN)).data)["reason"]
+            more["pin_reason"] = " ".join(reason.split()) if isinstance(reason, str) else None  # one line
+    if committed and info.foreign and not directory.data:  # S3 may carry out a commit after it was pruned
+        more["damage"] = find_damage(store, url)
+    if whole and committed:
+        more["written_at"] = max((each.modified_at for each in directory.data.values()), default=None)
+        if None in manifests:
+            more["damage"], leftovers = _look_deeper(store, url, directory, manifests[None])
+    return Inspected(url, replace(info, **more), directory, manifests, leftovers)
 
 
-def _list_whole(store: Store, url: CheckpointURL) -> Directory:
-    """All objects; if that may be millions of other things, those that begin with a dot."""
-    pages = [store.page(url.key(""))]
-    now = time_of(pages[0])
-    if pages[0].next_token is not None and not Directory.of(url, pages[0].objects).shows_checkpoint:
-        dotted = list_directory(store, url, ".")
-        if not dotted.shows_checkpoint:
-            return dotted
-    while pages[-1].next_token is not None:
-        pages.append(store.page(url.key(""), token=pages[-1].next_token))
-    return Directory.of(url, (each for page in pages for each in page.objects), now, whole=True)
-
-
-def _look_deeper(store: Store, url: CheckpointURL, found: Inspected) -> Inspected:
-    """With the time of its newest object, with its damage and leftovers."""
-    directory, listed, manifest = found.directory, found.directory.commits.get(None), found.manifests.get(None)
-    written_at = max((each.modified_at for each in directory.data.values()), default=None)
-    found = replace(found, info=replace(found.info, written_at=written_at))
-    if manifest is None or listed is None:
-        return found  # foreign, or of ranks
+def _look_deeper(
+    store: Store, url: CheckpointURL, directory: Directory, manifest: Manifest
+) -> tuple[str | None, tuple[LeftoverObject, ...]]:
+    """Damage and leftovers of a committed checkpoint, if the manifest is certainly its own."""
     damage = directory.describe_damage({entry.path: entry.size for entry in manifest.objects})
     left = directory.leftovers(manifest)
     if damage is None and not left:
-        return found
+        return None, ()
+    commit = directory.commits[None]
     try:
-        head = store.head(url.key(METADATA))
+        head = store.head(commit.key)
     except errors.ObjectNotFoundError:
-        return replace(found, info=replace(found.info, damage="its .metadata is listed, but cannot be read"))
-    if head.metadata.get(SAVE_ID_KEY) != manifest.save_id or not same_etag(head.etag, listed.etag):
-        return found  # a copy without user metadata, or replaced meanwhile
-    leftovers = tuple(
+        return "its .metadata is listed, but cannot be read", ()
+    if head.metadata.get(SAVE_ID_KEY) != manifest.save_id or not same_etag(head.etag, commit.etag):
+        return None, ()  # a copy without user metadata, or replaced meanwhile
+    return damage, tuple(
         LeftoverObject(
-            url.key(each.path), each.size, each.modified_at, url.name,
-            is_lease=each.kind.what is What.LEASE, etag=each.etag,
+            each.key, each.size, each.modified_at, url.name, is_lease=each.kind.what is What.LEASE, etag=each.etag
         )
         for each in left
-    )  # fmt: skip
-    return replace(found, info=replace(found.info, damage=damage), leftovers=leftovers)
-
-
-# --- files of a checkpoint ---------------------------------------------------------------------------
+    )
 
 
 def _find_manifest(store: Store, url: CheckpointURL, directory: Directory, rank: int | None) -> Manifest | None:
     """The manifest of the save that the commit of ``rank`` (None: ``.metadata``) names. None if it is missing, cannot
-    be read, or is not clear.
-
-    Raises:
-        ObjectNotFoundError: there is no such commit.
-    """
+    be read, or is not clear. Raises ObjectNotFoundError if there is no such commit."""
     manifests, commit = directory.manifests.get(rank, {}), directory.commits[rank]
     if not manifests:
         return None
-    only = next(iter(manifests.values())) if len(manifests) == 1 else None
+    only = next(iter(manifests)) if len(manifests) == 1 else None
+    save_id = only
     # A manifest is written before its commit. A newer one is of a save that is in progress, or was cut off.
-    if only is not None and only.modified_at <= commit.modified_at:
-        return _read_manifest(store, url, only.path)
-    save_id = store.head(url.key(commit.path)).metadata.get(SAVE_ID_KEY)
-    if save_id is None and only is not None:
-        return _read_manifest(store, url, only.path)
+    if only is None or manifests[only].modified_at > commit.modified_at:
+        save_id = store.head(commit.key).metadata.get(SAVE_ID_KEY, only)
     if save_id is None:
         try:
-            metadata = check_metadata(store.get(url.key(commit.path)), url, rank)
+            metadata = check_metadata(store.get(commit.key), url, rank)
         except errors.CheckpointError as error:
             logger.warning("cannot tell which manifest of %s is valid: %s", url, error)
             return None
         save_id = str(getattr(metadata.storage_meta, "save_id", None))  # another library's may be anything
-    return _read_manifest(store, url, manifests[save_id].path) if save_id in manifests else None
-
-
-def _read_manifest(store: Store, url: CheckpointURL, path: str) -> Manifest | None:
-    """A manifest; None if it is not there (lost in a copy, replaced just now), or cannot be read."""
-    try:
-        return Manifest.from_json(store.get(url.key(path)).data)
-    except errors.ObjectNotFoundError:
+    if save_id not in manifests:
         return None
+    try:
+        return Manifest.from_json(store.get(manifests[save_id].key).data)
+    except errors.ObjectNotFoundError:
+        return None  # lost in a copy, or replaced just now
     except ValueError as error:
-        logger.warning("the manifest %s of %s is not used: %s", path, url, error)
+        logger.warning("the manifest %s of %s is not used: %s", manifests[save_id].path, url, error)
         return None
 
 
@@ -190,15 +172,6 @@ def read_added(store: Store, url: CheckpointURL) -> tuple[str | None, AddedMetri
     except ValueError as error:
         logger.warning("the metrics that were added to %s are not used: %s", url, error)
         return stored.etag, AddedMetrics("")
-
-
-def _read_pin_reason(store: Store, url: CheckpointURL) -> str | None:
-    """Why a checkpoint is pinned, if the pin says so and may be read. A pin protects whatever is in it."""
-    try:
-        reason = json.loads(store.get(url.key(PIN)).data)["reason"]
-    except (errors.ObjectNotFoundError, errors.AccessDeniedError, ValueError, TypeError, KeyError, RecursionError):
-        return None
-    return " ".join(reason.split()) if isinstance(reason, str) else None  # one line, wherever it is shown
 
 
 # --- whether it can be loaded ------------------------------------------------------------------------
@@ -217,13 +190,15 @@ def find_damage(store: Store, url: CheckpointURL, seen: Inspected | None = None)
     directory = seen.directory if seen is not None and seen.directory.whole else list_directory(store, url)
     for rank in directory.committing:
         try:
-            stored = store.get(url.key(metadata_object(rank)))
-            known = None if seen is None else seen.manifests.get(rank)
+            stored = store.get(directory.commits[rank].key)
+            manifest = None if seen is None else seen.manifests.get(rank)
             save_id, needed = stored.metadata.get(SAVE_ID_KEY), None
-            if seen is not None and (known is None or known.save_id != save_id):
+            if seen is not None and (manifest is None or manifest.save_id != save_id):
                 return find_damage(store, url)
             if save_id and METADATA_CRC_KEY in stored.metadata and find_crc_mismatch(stored) is None:
-                manifest = known or _read_manifest(store, url, manifest_object(save_id, rank))
+                if manifest is None:
+                    with contextlib.suppress(errors.ObjectNotFoundError, ValueError):
+                        manifest = Manifest.from_json(store.get(url.key(manifest_object(save_id, rank))).data)
                 if manifest is not None and not is_newer_than_installed(manifest.writer.get("torch")):
                     needed = {entry.path: entry.size for entry in manifest.objects}
             if needed is None:
@@ -239,11 +214,8 @@ def find_damage(store: Store, url: CheckpointURL, seen: Inspected | None = None)
 
 
 def tell_unreadable(unreadable: Mapping[str, str], loadable: str | None) -> None:
-    """Warn of checkpoints that cannot be loaded (URL to reason) though they were to be taken first.
-
-    Args:
-        loadable: URL of the one after them, which can be loaded; None if there is none.
-    """
+    """Warn of checkpoints that cannot be loaded (URL to reason) though they were to be taken before ``loadable``, the
+    URL of one that can be; None if there is none."""
     then = f"The next one that can be is {loadable}" if loadable else "None of them can be"
     for url, damage in unreadable.items():
         logger.warning("%s cannot be loaded: %s. %s", url, damage.rstrip("."), then)

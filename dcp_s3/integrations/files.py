@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
 from dcp_s3 import errors
 from dcp_s3.checkpoint.commit import make_commit, publish
-from dcp_s3.checkpoint.commit_state import Previous, SaveIdentity, find_save_id, read_manifest
+from dcp_s3.checkpoint.commit_state import Previous, SaveIdentity, find_manifest
 from dcp_s3.format.control_files import Manifest, ObjectEntry
 from dcp_s3.format.layout import FILES_PREFIX, METADATA, new_save_id, step_of
 from dcp_s3.limit import Cancelled
@@ -324,10 +324,9 @@ def _record(rank: int) -> str:
 
 def _find_manifest(store: Store, url: CheckpointURL) -> Manifest | None:
     try:
-        save_id = find_save_id(store, SaveIdentity(url, ""))
+        return find_manifest(store, url)
     except errors.ObjectNotFoundError:
         return None
-    return read_manifest(store, SaveIdentity(url, save_id or ""))
 
 
 def _read(store: Store, url: CheckpointURL, rank: int) -> tuple[bytes, dict[str, Any]]:

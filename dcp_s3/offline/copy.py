@@ -193,7 +193,7 @@ def _find_source(place: Place) -> _Source:
     attachments, belong = attachments_of(entries), needed.keys() | manifests.keys()
     files = {
         found.path: found.size
-        for found in directory
+        for found in directory.objects.values()
         if found.path not in attachments and (found.path in belong or _is_besides(found))
     }
     crcs = {entry.path: entry.crc64nvme for entry in entries if entry.crc64nvme}

@@ -7,25 +7,19 @@ touched. `latest` looks closer at the checkpoint that it returns.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+import time
+from collections.abc import Collection
 from dataclasses import asdict, dataclass, replace
 from itertools import chain
 from typing import Any
 
 from dcp_s3 import errors
 from dcp_s3.checkpoint.commit_state import check_metadata, not_found_error
-from dcp_s3.checkpoint.directory import Directory, time_of
-from dcp_s3.checkpoint.info import (
-    CheckpointInfo,
-    LeftoverObject,
-    age_order,
-    find_step,
-    newest_first,
-    summarize,
-)
+from dcp_s3.checkpoint.directory import Directory
+from dcp_s3.checkpoint.info import CheckpointInfo, LeftoverObject, age_order, find_step, summarize
 from dcp_s3.checkpoint.look import Inspected, find_damage, inspect, tell_unreadable
 from dcp_s3.format.control_files import Manifest
-from dcp_s3.format.layout import BOARD_PREFIX, METADATA, What, classify, metadata_object
+from dcp_s3.format.layout import BOARD_PREFIX, METADATA, What, classify
 from dcp_s3.format.saved_entries import SavedEntry, needed_objects, saved_entries
 from dcp_s3.retention.plan import BOARDS, BOARDS_STAY, CatalogSnapshot, OpenUpload
 from dcp_s3.s3.store import store_of
@@ -49,14 +43,11 @@ class CheckpointCatalog:
     2000
 
     Args:
-        root: ``s3://bucket/run`` for checkpoints at ``s3://bucket/run/step-1000`` and so on.
+        root: ``s3://bucket/run`` for checkpoints at ``s3://bucket/run/step-1000`` and so on (else InvalidURLError).
         settings: a `Settings`, or a mapping of those that differ from the environment. ``step_pattern`` says where in a
             name the step is; without it, that is the number after ``step``, ``iter``, ``checkpoint`` or ``epoch``, or
             the whole name.
         store: where the checkpoints are, if not in the root's bucket as the settings reach it.
-
-    Raises:
-        InvalidURLError, SettingsError
     """
 
     def __init__(self, root: URLLike, *, settings: SettingsLike = None, store: Store | None = None) -> None:
@@ -74,37 +65,32 @@ class CheckpointCatalog:
         >>> [(info.step, info.state) for info in CheckpointCatalog("s3://bucket/run").checkpoints()]
         [(1000, 'committed'), (2000, 'committed')]
 
-        Raises:
-            StorageError: missing bucket, credentials, permissions, network.
+        Raises StorageError: missing bucket, credentials, permissions, network.
         """
-        local = self.local()  # first: a checkpoint drained meanwhile is then seen twice, not missed
-        now, _, found = self._look()
-        since, infos = now - self.settings.retention_grace, []
-        for info in merge_local((each.info for each in found), local):
+        now, _, infos, _ = self._look(self.local())
+        since, found = now - self.settings.retention_grace, []
+        for info in infos:
             if info.state == "incomplete":
                 young = info.modified_at is None or info.modified_at > since
                 info = replace(info, state="in_progress" if young else "leftover")
-            infos.append(info)
-        return sorted(infos, key=age_order)
+            found.append(info)
+        return found
 
     def scan(self) -> CatalogSnapshot:
         """Everything that a plan needs: also leftovers in the directories of committed checkpoints, damage, and open
-        multipart uploads. Takes two requests for each checkpoint and 1000 objects.
+        multipart uploads. Takes two requests for each checkpoint and 1000 objects. Raises StorageError.
 
         >>> CheckpointCatalog("s3://bucket/run").scan().leftovers
         ()
-
-        Raises:
-            StorageError: missing bucket, credentials, permissions, network.
         """
-        local, skip = self.local(), len(self.root.key(""))
+        local, start = self.local(), self.root.key("")
         # Before the objects: an upload that completes meanwhile is then seen as an upload, an object, or both.
         uploads = []
-        for each in sorted(self.store.uploads(self.root.key("")), key=lambda each: (each.key, each.upload_id)):
-            name, _, path = each.key[skip:].partition("/")
+        for each in sorted(self.store.uploads(start), key=lambda each: (each.key, each.upload_id)):
+            name, _, path = each.key[len(start) :].partition("/")
             if name and classify(path).what is What.DATA:
                 uploads.append(OpenUpload(each.key, each.upload_id, each.initiated_at, name))
-        now, names, found = self._look(whole=True)
+        now, names, infos, found = self._look(local, whole=True)
         boards = self.store.list(self.root.key(BOARD_PREFIX)).objects if BOARDS in names else ()
         leftovers = [
             LeftoverObject(each.key, each.size, each.modified_at, BOARDS, etag=each.etag)
@@ -112,36 +98,38 @@ class CheckpointCatalog:
             if each.modified_at < now - BOARDS_STAY
         ]
         damages, loadable = dict[str, str](), None
-        seen, infos = {each.info.name: each for each in found}, {each.info.name: each.info for each in found}
-        for info in newest_first(infos.values()):  # as `latest` does, until one can be loaded
-            damage = info.damage or find_damage(self.store, self.root.child(info.name), seen[info.name])
-            if damage is None:
-                loadable = info.url
-                break
-            damages[info.url] = damage
-            infos[info.name] = replace(info, damage=damage)
+        for info in reversed(infos):  # as `latest` does, until one can be loaded
+            if info.committed:
+                damage = info.damage or find_damage(self.store, found[info.name].url, found[info.name])
+                if damage is None:
+                    loadable = info.url
+                    break
+                damages[info.url] = damage
         tell_unreadable(damages, loadable)
         return CatalogSnapshot(
             root=str(self.root),
             now=now,
-            checkpoints=tuple(sorted(merge_local(infos.values(), local), key=age_order)),
+            checkpoints=tuple(replace(info, damage=damages.get(info.url, info.damage)) for info in infos),
             uploads=tuple(uploads),
-            leftovers=tuple(sorted(chain(leftovers, *(each.leftovers for each in found)), key=lambda left: left.key)),
+            leftovers=tuple(
+                sorted(chain(leftovers, *(each.leftovers for each in found.values())), key=lambda left: left.key)
+            ),
         )
 
     def latest(self) -> CheckpointInfo | None:
-        """The checkpoint to resume from, as in `dcp_s3.latest`: it can be loaded. None if there is none.
+        """The checkpoint to resume from, as in `dcp_s3.latest`: it can be loaded. None if there is none. Raises
+        StorageError.
 
         >>> CheckpointCatalog("s3://bucket/run").latest().url
         's3://bucket/run/step-00002000'
-
-        Raises:
-            StorageError: missing bucket, credentials, permissions, network.
         """
         while True:
             damages: dict[str, str] = {}
-            for info in newest_first(each.info for each in self._look()[2]):
-                url = self.root.child(info.name)
+            _, _, infos, found = self._look()
+            for info in reversed(infos):
+                if not info.committed:
+                    continue
+                url = found[info.name].url
                 damage = find_damage(self.store, url)
                 if damage is None:
                     tell_unreadable(damages, info.url)
@@ -169,37 +157,41 @@ class CheckpointCatalog:
                 found.append(replace(info, state="local", step=step, etag=None, modified_at=None))
         return sorted(found, key=age_order)
 
-    def _look(self, *, whole: bool = False) -> tuple[float, list[str], list[Inspected]]:
-        """When the root was listed, by the clock of S3, the names right there, and the checkpoints among them."""
-        listed, skip = self.store.list(self.root.key(""), "/"), len(self.root.key(""))
-        names = [prefix[skip:-1] for prefix in listed.prefixes]
+    def _look(
+        self, local: Collection[CheckpointInfo] = (), *, whole: bool = False
+    ) -> tuple[float, list[str], list[CheckpointInfo], dict[str, Inspected]]:
+        """When the root was listed, by the clock of S3; the names right there; the checkpoints among them and the
+        ``local`` ones, one per name, oldest first; and what was found of them on S3, by name.
+
+        ``local`` was found before: a checkpoint drained meanwhile is then seen twice, not missed.
+        """
+        start = self.root.key("")
+        listed = self.store.list(start, "/")
+        now = time.time() if listed.server_time is None else listed.server_time
+        names = [prefix[len(start) : -1] for prefix in listed.prefixes]
         looked = self.store.map(
             lambda store, name: inspect(store, self.root.child(name), whole=whole),
             [name for name in names if name not in _NO_CHILD],
         )
-        found = [each for each in looked if each is not None]
+        found = {each.info.name: each for each in looked if each is not None}
+        infos = {name: each.info for name, each in found.items()}
         if self.settings.step_pattern is not None:
-            steps = (find_step(each.info.name, self.settings) for each in found)
-            found = [replace(each, info=replace(each.info, step=step)) for each, step in zip(found, steps, strict=True)]
-        return time_of(listed), names, found
+            infos = {name: replace(info, step=find_step(name, self.settings)) for name, info in infos.items()}
+        for info in local:
+            before = infos.get(info.name)
+            keep = before if before is not None and before.committed else info
+            infos[info.name] = replace(keep, waiting=True)
+        return now, names, sorted(infos.values(), key=age_order), found
 
 
 def list_checkpoints(root: URLLike, *, settings: SettingsLike = None) -> list[CheckpointInfo]:
-    """The checkpoints directly under ``root``, committed or not, oldest first: `CheckpointCatalog.checkpoints`.
+    """The checkpoints directly under ``root``, committed or not, by step, time and name. Arguments and errors:
+    `CheckpointCatalog.checkpoints`.
 
-    Sorted by step, time and name. Directories that hold nothing of a checkpoint are left out. ``committed`` says
-    that the commit is there; it does not look at every data object, as `latest` does.
+    ``committed`` says that the commit is there; it does not look at every data object, as `latest` does.
 
     >>> [(info.step, info.metrics) for info in list_checkpoints("s3://bucket/run")]
     [(1000, {'val_loss': 1.25}), (2000, {'val_loss': 1.5})]
-
-    Args:
-        root: ``s3://bucket/run`` for checkpoints at ``s3://bucket/run/step-1000`` and so on.
-        settings: a `Settings`, or a mapping of those that differ from the environment.
-
-    Raises:
-        InvalidURLError, SettingsError
-        StorageError: missing bucket, credentials, permissions, network.
     """
     return CheckpointCatalog(root, settings=settings).checkpoints()
 
@@ -209,18 +201,16 @@ def latest(root: URLLike, *, include_uncommitted: bool = False, settings: Settin
     there is none.
 
     It can be loaded: its metadata is readable, and every data object that it names is there and long enough. Others
-    (a copy that was cut off, objects that somebody deleted) are skipped with a warning in the log.
+    are skipped with a warning in the log.
 
     >>> latest("s3://bucket/run").step
     2000
-    >>> latest("s3://bucket/nothing") is None
-    True
 
     Args:
         root: the URL above the checkpoints.
         include_uncommitted: also consider checkpoints whose commit still waits in this host's spill directory
-            (``DCP_S3_SPILL_DIR``). Meant for a job on one host: on several, parts of such a checkpoint may be missing.
-            Their ``state`` is ``local``; to load one, S3StorageReader needs ``include_uncommitted``, too.
+            (``state`` is ``local``). Meant for a job on one host: on several, parts of such a checkpoint may be
+            missing. To load one, S3StorageReader needs ``include_uncommitted``, too.
         settings: a `Settings`, or a mapping of those that differ from the environment.
 
     Raises:
@@ -237,16 +227,6 @@ def latest(root: URLLike, *, include_uncommitted: bool = False, settings: Settin
         logger.warning("S3 does not answer, so that only this host's spill directory was looked at: %s", error)
         found = None
     return max([*waiting, *([] if found is None else [found])], key=age_order, default=None)
-
-
-def merge_local(found: Iterable[CheckpointInfo], local: Iterable[CheckpointInfo]) -> list[CheckpointInfo]:
-    """The checkpoints on S3 merged with those whose commits wait on this host, one per name."""
-    merged = {info.name: info for info in found}
-    for info in local:
-        before = merged.get(info.name)
-        keep = before if before is not None and before.committed else info
-        merged[info.name] = replace(keep, waiting=True)
-    return list(merged.values())
 
 
 # --- one checkpoint, for people to read ----------------------------------------------------------------
@@ -297,7 +277,7 @@ def describe(where: URLLike, *, settings: SettingsLike = None, store: Store | No
         raise not_found_error(url, "nothing of a checkpoint")
     directory, manifests = looked.directory, list(looked.manifests.values())
     ranks = directory.committing
-    commits = store.map(lambda store, rank: store.get(url.key(metadata_object(rank))), ranks)
+    commits = store.map(lambda store, rank: store.get(directory.commits[rank].key), ranks)
     metadata = [check_metadata(stored, url, rank) for rank, stored in zip(ranks, commits, strict=True)]
     entries: dict[str, SavedEntry] = {}
     for entry in chain(*map(saved_entries, metadata)):  # each rank describes only what it wrote

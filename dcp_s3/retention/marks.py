@@ -27,26 +27,22 @@ _CONFLICTS = 50
 def annotate(
     url: URLLike, metrics: Mapping[str, Any], *, settings: SettingsLike = None, store: Store | None = None
 ) -> dict[str, Any]:
-    """Add metrics to a committed checkpoint, or replace single ones. Several processes may do so at once.
-
-    They lie in ``.dcp_s3/metrics.json`` with the id of their save: one that overwrites the checkpoint starts without.
+    """Add metrics to a committed checkpoint, or replace single ones. Several processes may do so at once. A save that
+    overwrites the checkpoint starts without them. Returns all that were added so far.
 
     >>> annotate("s3://bucket/run/step-00002000", {"accuracy": 0.75})
     {'accuracy': 0.75}
 
     Args:
         url: URL of the checkpoint.
-        metrics: finite numbers, NaN, text and bools by name. NaN is stored; `KeepBest` takes it for missing.
+        metrics: finite numbers, NaN (which `KeepBest` takes for missing), text and bools by name.
         settings: a `Settings`, or a mapping of those that differ from the environment.
         store: where the checkpoint is, if not in the URL's bucket as the settings reach it.
-
-    Returns:
-        All metrics that were added to this checkpoint so far.
 
     Raises:
         SettingsError: a name or a value cannot be stored.
         CheckpointNotFoundError: no committed checkpoint is there.
-        InvalidURLError, SettingsError, StorageError
+        InvalidURLError, StorageError
     """
     where, store = _open(url, settings, store)
     check_added(metrics, url=str(where))
@@ -66,9 +62,8 @@ def annotate(
 
 
 def pin(url: URLLike, reason: str | None = None, *, settings: SettingsLike = None, store: Store | None = None) -> None:
-    """Protect a committed checkpoint from every policy until `unpin`. Pinning it again replaces the reason.
-
-    The pin belongs to the URL: a save that overwrites the checkpoint leaves it there.
+    """Protect a committed checkpoint from every policy until `unpin`. Pinning it again replaces the reason; a save that
+    overwrites the checkpoint leaves the pin there.
 
     >>> pin("s3://bucket/run/step-00001000", "the paper's baseline")
     >>> [info.name for info in list_checkpoints("s3://bucket/run") if info.pinned]
@@ -91,14 +86,11 @@ def pin(url: URLLike, reason: str | None = None, *, settings: SettingsLike = Non
 
 
 def unpin(url: URLLike, *, settings: SettingsLike = None, store: Store | None = None) -> bool:
-    """Remove the pin. Returns whether there was one.
+    """Remove the pin. Returns whether there was one. Raises InvalidURLError, SettingsError, StorageError.
 
     >>> pin("s3://bucket/run/step-00001000")
     >>> unpin("s3://bucket/run/step-00001000")
     True
-
-    Raises:
-        InvalidURLError, SettingsError, StorageError
     """
     where, store = _open(url, settings, store)
     pinned = store.exists(where.key(PIN))

@@ -31,7 +31,7 @@ from dcp_s3.units import format_size, one_line, plural
 Action = Literal["keep", "delete"]
 
 BOARDS = CONTROL_PREFIX.rstrip("/")
-"""Directory under the root in which boards lie: objects through which ranks of a run tell each other something."""
+"""Directory under the root with boards: objects through which ranks of a run tell each other something."""
 BOARDS_STAY = 86400.0
 """Seconds for which ranks may look at a board. Younger ones are not left over."""
 
@@ -48,8 +48,7 @@ class OpenUpload(Upload):
 class Decision:
     """Whether a checkpoint is kept or deleted, and why.
 
-    >>> plan = CheckpointCatalog("s3://bucket/run").scan().plan(KeepLatest(1), grace=86400)
-    >>> plan.decisions[1].reasons
+    >>> CheckpointCatalog("s3://bucket/run").scan().plan(KeepLatest(1), grace=86400).decisions[1].reasons
     ('the newest committed checkpoint', 'the last one that was committed', 'latest:1, number 1')
     """
 
@@ -133,11 +132,8 @@ class Plan:
 class CatalogSnapshot:
     """The contents of a root at one time.
 
-    >>> snapshot = CheckpointCatalog("s3://bucket/run").scan()
-    >>> snapshot
+    >>> CheckpointCatalog("s3://bucket/run").scan()
     CatalogSnapshot('s3://bucket/run', 2 checkpoints)
-    >>> snapshot.plan(KeepLatest(2), grace=86400)
-    Plan(2 kept, 0 to delete (0 B))
     """
 
     root: str
@@ -160,11 +156,8 @@ class CatalogSnapshot:
         """What a prune would do.
 
         Args:
-            policy: decides which committed checkpoints to keep; None keeps all of them.
+            policy: decides which committed checkpoints to keep (SettingsError if it fails); None keeps all of them.
             grace: seconds for which an uncommitted checkpoint counts as a save in progress.
-
-        Raises:
-            SettingsError: the policy failed or answered nonsense.
         """
         now, infos = self.now, sorted(self.checkpoints, key=age_order)
         committed = [info for info in infos if info.committed]
@@ -174,27 +167,21 @@ class CatalogSnapshot:
         if policy is not None:
             found = run_policy(policy, committed, now)
         why = {True: "no policy keeps it", False: "left over: not committed, and older than the grace period"}
-        decisions = []
+        decisions: list[Decision] = []
+        unfinished: list[UnfinishedDeletion] = []
         for info in infos:
-            reasons = (*kept[info.name], *found.get(info.name, ()))
-            decisions.append(Decision(info, "keep" if reasons else "delete", reasons or (why[info.committed],)))
-        return Plan(
-            now=now,
-            grace=grace,
-            decisions=tuple(decisions),
-            uploads=tuple(each for each in self.uploads if each.checkpoint not in active),
-            leftovers=tuple(
-                each
-                for each in self.leftovers
-                if (each.modified_at < now - grace if each.checkpoint == BOARDS else each.checkpoint not in active)
-            ),
-            unfinished=tuple(
-                UnfinishedDeletion(info.name, deletion)
-                for info in infos
-                for deletion in info.deletions
-                if not (info.committed and info.deletion_id == deletion)
-            ),
-        )
+            reasons, is_there = (*kept[info.name], *found.get(info.name, ())), info.committed
+            decisions.append(Decision(info, "keep" if reasons else "delete", reasons or (why[is_there],)))
+            for each in info.deletions:
+                if not (is_there and each == info.deletion_id):  # that one was given up
+                    unfinished += [UnfinishedDeletion(info.name, each)]
+        uploads = [each for each in self.uploads if each.checkpoint not in active]
+        leftovers = [
+            left
+            for left in self.leftovers
+            if (left.modified_at < now - grace if left.checkpoint == BOARDS else left.checkpoint not in active)
+        ]
+        return Plan(now, grace, tuple(decisions), tuple(uploads), tuple(leftovers), tuple(unfinished))
 
     def _active(self, since: float) -> dict[str, str]:
         """Reasons why directories count as being saved to, by name: they have something written after ``since``."""
@@ -208,7 +195,7 @@ class CatalogSnapshot:
                 active[leftover.checkpoint] = written
         for info in self.checkpoints:
             newest = info.modified_at
-            if info.committed:  # a newer object is of a save in progress, or of a copy
+            if info.state == "committed":  # a newer object is of a save in progress, or of a copy
                 newest = info.written_at if (info.written_at or 0.0) > (info.modified_at or 0.0) else -math.inf
             if info.waiting or info.state == "local":
                 active[info.name] = "its commit waits in this host's spill directory"
@@ -241,8 +228,9 @@ def _floors(
             reasons.append(f"a reader has a lease for {max(0.0, info.leased_until - now):.0f} s more")
         if info.name in active:
             reasons.append(active[info.name])
-        if not info.committed and info.damage is not None:
+        if info.state == "committed":
+            if info.step is None:
+                reasons.append("has no step, so no place in the sequence that policies thin out")
+        elif info.damage is not None:
             reasons.append(info.damage)
-        if info.committed and info.step is None:
-            reasons.append("has no step, so no place in the sequence that policies thin out")
     return kept

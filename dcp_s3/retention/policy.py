@@ -1,10 +1,7 @@
 """Policies: which checkpoints of a run to keep. Pure.
 
-A policy is a function of (checkpoints, now). It returns the reasons for each checkpoint that it keeps, by name. What no
-policy keeps may be deleted; `plan` lists what is kept regardless. Policies see only committed checkpoints, in
-`age_order`: by step, then time, then name.
-
-Each policy is idempotent: applied to what it kept, it keeps all of it. So a second prune right after is a no-op.
+What no policy keeps may be deleted; `plan` lists what is kept regardless. Each policy is idempotent: applied to what it
+kept, it keeps all of it. So a second prune right after is a no-op.
 """
 
 from __future__ import annotations
@@ -15,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
-from typing import Any, Literal, Protocol
+from typing import Any, ClassVar, Literal
 
 from dcp_s3.checkpoint.info import CheckpointInfo, age_order
 from dcp_s3.errors import SettingsError
@@ -23,31 +20,18 @@ from dcp_s3.settings import Settings
 from dcp_s3.units import parse_duration
 
 Reasons = Mapping[str, Sequence[str]]
+"""Reasons (a list of texts) to keep checkpoints, by name. Names that are left out are not kept."""
+PolicyFunction = Callable[[Sequence[CheckpointInfo], float], Reasons]
+"""A policy: any function of (checkpoints, now). It gets the committed checkpoints, oldest first (`age_order`), and the
+seconds since the epoch on the clock of S3."""
 Mode = Literal["min", "max"]
-
-
-class PolicyFunction(Protocol):
-    """The signature of a policy: any function of this shape will do.
-
-    Args:
-        checkpoints: committed ones, oldest first (`age_order`).
-        now: seconds since the epoch, on the clock of S3.
-
-    Returns:
-        The reasons (a list of texts) by name of each checkpoint to keep. Names that are left out are not kept.
-    """
-
-    def __call__(self, checkpoints: Sequence[CheckpointInfo], now: float, /) -> Reasons: ...
 
 
 class Policy(ABC):
     """Base of the policies here. `|` makes one that keeps what either keeps; `parse_policy` reads its ``str()``.
 
-    >>> policy = KeepLatest(3) | KeepBest(2, "val_loss", "min")
-    >>> str(policy)
+    >>> str(KeepLatest(3) | KeepBest(2, "val_loss", "min"))
     'latest:3 best:2:val_loss:min'
-    >>> prune("s3://bucket/run", policy).deleted
-    ()
     """
 
     @abstractmethod
@@ -79,45 +63,44 @@ class AnyOf(Policy):
         return " ".join(policy_name(policy) for policy in self.policies)
 
 
+class _Counted(Policy):
+    """A policy whose first field is a whole number above 0. Its text is its word and that number."""
+
+    word: ClassVar[str]
+
+    def __post_init__(self) -> None:
+        name, value = next(iter(vars(self).items()))
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise SettingsError(f"{type(self).__name__}: {name} = {value!r}, expected a whole number of 1 or more")
+
+    def __str__(self) -> str:
+        return f"{self.word}:{next(iter(vars(self).values()))}"
+
+
 @dataclass(frozen=True)
-class KeepLatest(Policy):
-    """Keeps the ``k`` newest: by highest step, then latest time, then last name.
+class KeepLatest(_Counted):
+    """Keeps the ``k`` newest: by highest step, then latest time, then last name. ``k`` is 1 or more (SettingsError).
 
     >>> [info.step for info in CheckpointCatalog("s3://bucket/run").scan().plan(KeepLatest(1), grace=86400).kept]
     [2000]
-
-    Raises:
-        SettingsError: ``k`` is not a whole number above 0.
     """
 
     k: int
-
-    def __post_init__(self) -> None:
-        check_count(self, "k", self.k)
+    word: ClassVar[str] = "latest"
 
     def __call__(self, checkpoints: Sequence[CheckpointInfo], now: float, /) -> Reasons:
         newest = checkpoints[: -self.k - 1 : -1]
         return {info.name: [f"{self}, number {number}"] for number, info in enumerate(newest, 1)}
 
-    def __str__(self) -> str:
-        return f"latest:{self.k}"
-
 
 @dataclass(frozen=True)
-class KeepBest(Policy):
+class KeepBest(_Counted):
     """Keeps the ``k`` with the lowest (``min``) or highest (``max``) value of a metric; the newest of equal values.
 
-    A value that is not a finite number (NaN, infinity, text) counts as missing. By default those without a value are
-    kept in addition to the k: the metric may come later (`annotate`).
+    A value that is not a finite number (NaN, infinity, text) counts as missing.
 
     >>> sorted(KeepBest(1, "val_loss", "min")(list_checkpoints("s3://bucket/run"), time.time()))
     ['step-00001000']
-
-    Args:
-        k: number to keep.
-        metric: name of the metric.
-        mode: ``min`` or ``max``.
-        missing: whether to ``keep`` or ``drop`` those without a value.
 
     Raises:
         SettingsError: an argument is invalid.
@@ -127,21 +110,22 @@ class KeepBest(Policy):
     metric: str
     mode: Mode
     missing: Literal["keep", "drop"] = "keep"
+    """Whether those without a value are kept in addition: the metric may come later (`annotate`)."""
 
     def __post_init__(self) -> None:
-        check_count(self, "k", self.k)
+        super().__post_init__()
         if not isinstance(self.metric, str) or not self.metric or any(letter.isspace() for letter in self.metric):
             raise SettingsError(f"KeepBest: metric = {self.metric!r}, expected the name of a metric, without spaces")
-        _check_mode(self.mode)
+        best_first((), self.metric, self.mode)  # checks the mode
         if self.missing not in ("keep", "drop"):
             raise SettingsError(f"KeepBest: missing = {self.missing!r}, expected 'keep' or 'drop'")
 
     def __call__(self, checkpoints: Sequence[CheckpointInfo], now: float, /) -> Reasons:
-        best = best_first(checkpoints, self.metric, self.mode)[: self.k]
-        reasons = {info.name: [f"{self}, {self.metric} = {info.metrics[self.metric]:g}"] for info in best}
+        ranked = best_first(checkpoints, self.metric, self.mode)
+        reasons = {info.name: [f"{self}, {self.metric} = {info.metrics[self.metric]:g}"] for info in ranked[: self.k]}
         if self.missing == "keep":
-            without = (info for info in checkpoints if metric_value(info, self.metric) is None)
-            reasons |= {info.name: [f"{self}, has no {self.metric}"] for info in without}
+            having = {info.name for info in ranked}
+            reasons |= {info.name: [f"{self}, has no {self.metric}"] for info in checkpoints if info.name not in having}
         return reasons
 
     def __str__(self) -> str:
@@ -149,22 +133,16 @@ class KeepBest(Policy):
 
 
 @dataclass(frozen=True)
-class KeepEvery(Policy):
-    """Keeps, for each multiple of ``steps``, the first checkpoint at or after it and before the next; and step 0.
-
-    That is the multiple itself if it was saved. Checkpoints of the same step are kept together.
+class KeepEvery(_Counted):
+    """Keeps, for each multiple of ``steps`` (1 or more), the first checkpoint at or after it and before the next; and
+    step 0. Checkpoints of the same step are kept together.
 
     >>> sorted(KeepEvery(2000)(list_checkpoints("s3://bucket/run"), time.time()))
     ['step-00002000']
-
-    Raises:
-        SettingsError: ``steps`` is not a whole number above 0.
     """
 
     steps: int
-
-    def __post_init__(self) -> None:
-        check_count(self, "steps", self.steps)
+    word: ClassVar[str] = "every"
 
     def __call__(self, checkpoints: Sequence[CheckpointInfo], now: float, /) -> Reasons:
         first: dict[int, int] = {}
@@ -179,25 +157,16 @@ class KeepEvery(Policy):
             if info.step is not None and info.step in kept
         }
 
-    def __str__(self) -> str:
-        return f"every:{self.steps}"
-
 
 @dataclass(frozen=True)
 class KeepWithin(Policy):
-    """Keeps the checkpoints not older than ``duration``.
+    """Keeps the checkpoints not older than ``duration``: seconds, a timedelta, or text like ``48h`` (SettingsError).
 
-    The age is the smaller of two: since the commit by the saving job's clock, and since ``.metadata`` was written by
-    the clock of S3. Future and unknown times do not count as old.
+    The later of two times counts: of the commit, by the saving job's clock, and of ``.metadata``, by the clock of S3.
+    Unknown times do not count as old.
 
     >>> sorted(KeepWithin("48h")(list_checkpoints("s3://bucket/run"), time.time()))
     ['step-00001000', 'step-00002000']
-
-    Args:
-        duration: seconds, a timedelta, or text like ``48h``.
-
-    Raises:
-        SettingsError: not a duration.
     """
 
     duration: float | str | timedelta
@@ -211,13 +180,12 @@ class KeepWithin(Policy):
         object.__setattr__(self, "duration", seconds)
 
     def __call__(self, checkpoints: Sequence[CheckpointInfo], now: float, /) -> Reasons:
-        oldest = now - float(self.duration)  # type: ignore[arg-type]
-
-        def is_young(info: CheckpointInfo) -> bool:
+        oldest, reasons = now - float(self.duration), {}  # type: ignore[arg-type]
+        for info in checkpoints:
             times = [time for time in (info.created_at, info.modified_at) if time is not None and not math.isnan(time)]
-            return max(times, default=math.inf) >= oldest
-
-        return {info.name: [str(self)] for info in checkpoints if is_young(info)}
+            if max(times, default=math.inf) >= oldest:
+                reasons[info.name] = [str(self)]
+        return reasons
 
     def __str__(self) -> str:
         seconds = float(self.duration)  # type: ignore[arg-type]
@@ -228,23 +196,16 @@ class KeepWithin(Policy):
 
 
 @dataclass(frozen=True)
-class KeepDaily(Policy):
-    """Keeps the newest checkpoint, by time of commit, of each of the last ``n`` days (UTC) that have any.
-
-    A run that pauses keeps what it has: days without checkpoints do not count. A time in the future counts as now.
-    Checkpoints whose time is not known are kept.
+class KeepDaily(_Counted):
+    """Keeps the newest checkpoint, by time of commit, of each of the last ``n`` (1 or more) days in UTC that have any.
+    A time in the future counts as now. Checkpoints whose time is not known are kept.
 
     >>> prune("s3://bucket/run", KeepLatest(3) | KeepDaily(7)).deleted
     ()
-
-    Raises:
-        SettingsError: ``n`` is not a whole number above 0.
     """
 
     n: int
-
-    def __post_init__(self) -> None:
-        check_count(self, "n", self.n)
+    word: ClassVar[str] = "daily"
 
     def __call__(self, checkpoints: Sequence[CheckpointInfo], now: float, /) -> Reasons:
         newest: dict[str, CheckpointInfo] = {}
@@ -262,19 +223,12 @@ class KeepDaily(Policy):
             reasons[newest[day].name] = [f"{self}, last of {day}"]
         return reasons
 
-    def __str__(self) -> str:
-        return f"daily:{self.n}"
-
 
 # --- running -------------------------------------------------------------------------------------
 
 
 def run_policy(policy: PolicyFunction, checkpoints: Sequence[CheckpointInfo], now: float) -> dict[str, list[str]]:
-    """Run ``policy`` and check its answer: a policy that fails or answers nonsense must not delete anything.
-
-    Raises:
-        SettingsError: it raised, or did not return a mapping from the checkpoints' names to lists of text.
-    """
+    """Run ``policy``. A SettingsError if it fails or answers nonsense, so that nothing is deleted."""
     if not callable(policy):
         raise SettingsError(
             f"{policy!r} is not a policy: expected a function of (checkpoints, now). Remedy: see Policy"
@@ -299,71 +253,25 @@ def run_policy(policy: PolicyFunction, checkpoints: Sequence[CheckpointInfo], no
     return {name: [*texts] or [policy_name(policy)] for name, texts in found.items()}
 
 
-def policy_name(policy: Callable[..., Any]) -> str:
+def policy_name(policy: PolicyFunction) -> str:
     """Name of a policy in messages: its line of text, or the name of the function."""
     return str(policy) if isinstance(policy, Policy) else str(getattr(policy, "__name__", repr(policy)))
 
 
-def metric_value(info: CheckpointInfo, metric: str) -> float | None:
-    """A metric's value; None if it is missing or not a finite number."""
-    value = info.metrics.get(metric)
-    if not isinstance(value, (int, float)):
-        return None
-    try:
-        return float(value) if math.isfinite(value) else None
-    except OverflowError:  # an int beyond the floats
-        return None
-
-
 def best_first(checkpoints: Sequence[CheckpointInfo], metric: str, mode: Mode) -> list[CheckpointInfo]:
-    """The checkpoints that have the metric, best value first; the newest first among equal values.
-
-    Raises:
-        SettingsError: ``mode`` is neither ``min`` nor ``max``.
-    """
-    _check_mode(mode)
-    sign = 1 if mode == "min" else -1
-    found = [(value, info) for info in checkpoints if (value := metric_value(info, metric)) is not None]
-    found.sort(key=lambda pair: age_order(pair[1]), reverse=True)
-    return [info for _, info in sorted(found, key=lambda pair: sign * pair[0])]
-
-
-def check_count(policy: Policy, name: str, value: object) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise SettingsError(f"{type(policy).__name__}: {name} = {value!r}, expected a whole number of 1 or more")
-
-
-def _check_mode(mode: object) -> None:
+    """The checkpoints whose metric is a finite number, best value first; the newest first among equal values."""
     if mode not in ("min", "max"):
         raise SettingsError(f"mode = {mode!r}, expected 'min' or 'max': whether low or high values are better")
+    found: list[tuple[float, CheckpointInfo]] = []
+    for info in sorted(checkpoints, key=age_order, reverse=True):
+        value = info.metrics.get(metric)
+        with contextlib.suppress(OverflowError):  # an int beyond the floats
+            if isinstance(value, (int, float)) and math.isfinite(value):
+                found.append((float(value) if mode == "min" else -float(value), info))
+    return [info for _, info in sorted(found, key=lambda pair: pair[0])]
 
 
 # --- policies in one line: latest:3 best:2:val_loss:min every:10000 within:48h daily:7 --------------------
-
-
-def parse_policy(text: str) -> Policy | None:
-    """The policy that keeps whatever any of the words keeps; None for empty text, which keeps all.
-
-    Words, in any order: ``latest:K``, ``best:K:METRIC:min|max[:drop]``, ``every:STEPS``, ``within:DURATION``,
-    ``daily:N``.
-
-    >>> parse_policy("latest:3 best:2:val_loss:min every:10000")
-    KeepLatest(k=3) | KeepBest(k=2, metric='val_loss', mode='min', missing='keep') | KeepEvery(steps=10000)
-
-    Raises:
-        SettingsError: a word is not a policy. The error names it and what is allowed.
-    """
-    policies = [_parse_word(word) for word in text.split()]
-    return policies[0] if len(policies) == 1 else AnyOf(tuple(policies)) if policies else None
-
-
-def policy_from_settings(settings: Settings) -> Policy | None:
-    """The policy of the setting ``retention``; None if it is unset."""
-    try:
-        return parse_policy(settings.retention or "")
-    except SettingsError as error:
-        raise SettingsError(f"DCP_S3_RETENTION = {settings.retention!r} is not allowed: {error}") from None
-
 
 _WORDS = {
     "latest": "latest:K",
@@ -374,26 +282,44 @@ _WORDS = {
 }
 
 
-def _parse_word(word: str) -> Policy:
-    kind, _, rest = word.partition(":")
-    if kind not in _WORDS:
-        raise SettingsError(f"{word!r} is not a policy. Remedy: one of {', '.join(_WORDS.values())}")
+def parse_policy(text: str) -> Policy | None:
+    """The policy that keeps whatever any of the words keeps; None for empty text, which keeps all. The words are
+    ``latest:K``, ``best:K:METRIC:min|max[:drop]``, ``every:STEPS``, ``within:DURATION``, ``daily:N``.
+
+    >>> parse_policy("latest:3 best:2:val_loss:min every:10000")
+    KeepLatest(k=3) | KeepBest(k=2, metric='val_loss', mode='min', missing='keep') | KeepEvery(steps=10000)
+
+    Raises:
+        SettingsError: a word is not a policy. The error names it and what is allowed.
+    """
+    policies: list[Policy] = []
+    for word in text.split():
+        kind, _, rest = word.partition(":")
+        if kind not in _WORDS:
+            raise SettingsError(f"{word!r} is not a policy. Remedy: one of {', '.join(_WORDS.values())}")
+        count, _, best = rest.removesuffix(":drop").partition(":") if kind == "best" else (rest, "", "")
+        metric, _, mode = best.rpartition(":")
+        try:
+            if kind == "within":
+                if rest[-1:].isdigit() or rest.endswith("."):
+                    raise SettingsError("without a unit nobody knows whether seconds or hours are meant")
+                policies.append(KeepWithin(rest))
+            elif not (count.isascii() and count.isdigit() and len(count) <= 18):
+                raise ValueError
+            elif kind == "best":
+                missing: Any = "drop" if rest.endswith(":drop") else "keep"
+                policies.append(KeepBest(int(count), metric, mode, missing))  # type: ignore[arg-type]  # checked there
+            else:
+                policies += [each(int(count)) for each in (KeepLatest, KeepEvery, KeepDaily) if each.word == kind]
+        except (SettingsError, ValueError) as error:
+            why = f" ({error})" if isinstance(error, SettingsError) else ""
+            raise SettingsError(f"{word!r} is not a policy: expected {_WORDS[kind]}{why}") from None
+    return policies[0] if len(policies) == 1 else AnyOf(tuple(policies)) if policies else None
+
+
+def policy_from_settings(settings: Settings) -> Policy | None:
+    """The policy of the setting ``retention``; None if it is unset."""
     try:
-        if kind == "within":
-            if rest[-1:].isdigit() or rest.endswith("."):
-                raise SettingsError("without a unit nobody knows whether seconds or hours are meant")
-            return KeepWithin(rest)
-        count, _, best = rest.removesuffix(":drop").partition(":")
-        number = count if kind == "best" else rest
-        if not (number.isascii() and number.isdigit() and len(number) <= 18):
-            raise ValueError
-        if kind == "best":
-            metric, _, mode = best.rpartition(":")
-            missing = "drop" if rest.endswith(":drop") else "keep"
-            return KeepBest(int(count), metric, mode, missing)  # type: ignore[arg-type]  # mode is checked there
-        if kind == "latest":
-            return KeepLatest(int(rest))
-        return KeepEvery(int(rest)) if kind == "every" else KeepDaily(int(rest))
-    except (SettingsError, ValueError) as error:
-        why = f" ({error})" if isinstance(error, SettingsError) else ""
-        raise SettingsError(f"{word!r} is not a policy: expected {_WORDS[kind]}{why}") from None
+        return parse_policy(settings.retention or "")
+    except SettingsError as error:
+        raise SettingsError(f"DCP_S3_RETENTION = {settings.retention!r} is not allowed: {error}") from None

@@ -7,9 +7,8 @@ import math
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from typing import Any
 
 from dcp_s3 import errors
@@ -36,12 +35,12 @@ MIN_GRACE = 3600.0
 """Seconds: a shorter grace period has to be forced. A save of one large object shows nothing new for a while."""
 
 Progress = Callable[[int, int], None]
-"""Called with the number of steps (checkpoints, groups of leftovers, uploads) that are done, and of all steps. Runs in
-the prune's threads, one call at a time."""
+"""Called with the number of steps (checkpoints, groups of leftovers, uploads) that are done, and of all steps, in the
+prune's threads, one call at a time."""
 
-_Step = tuple[str, str, Callable[[Deleter], Any]]
-"""Name of the checkpoint, field of the report for the result, and the work."""
 _FIELDS = ("deleted", "finished", "leftovers", "aborted", "left_alone", "failures")  # of the report, in their order
+_Step = tuple[str, str, Any]
+"""Field of the report for the result (empty: none), name of the checkpoint, and what the plan says of it."""
 
 
 @dataclass(frozen=True)
@@ -58,9 +57,8 @@ class NotDeleted:
 class PruneReport:
     """The results of a prune.
 
-    >>> report = prune("s3://bucket/run", "latest:1")
-    >>> [each.name for each in report.deleted], report.ok
-    (['step-00001000'], True)
+    >>> prune("s3://bucket/run", "latest:1").ok
+    True
     """
 
     root: str
@@ -130,26 +128,25 @@ def prune(
 
     >>> prune("s3://bucket/run", "latest:1", dry_run=True)
     PruneReport('s3://bucket/run', dry run: 1 to delete)
-    >>> prune("s3://bucket/run", KeepLatest(1))
-    PruneReport('s3://bucket/run', 1 deleted (... KiB in 3 objects))
+    >>> [each.name for each in prune("s3://bucket/run", KeepLatest(1)).deleted]
+    ['step-00001000']
 
     Args:
         root: the URL above the checkpoints.
-        policy: the policy, as an object or in one line (`parse_policy`). None: the setting ``retention``; if that is
-            unset, everything that is committed is kept.
+        policy: the policy, as an object or in one line (`parse_policy`). None: the setting ``retention``, without which
+            everything that is committed is kept.
         grace: seconds, or text like ``24h``, for which an uncommitted checkpoint counts as a save in progress. None:
             the setting ``retention_grace``.
         dry_run: only make the plan.
         force: allow a grace period under an hour. A save in progress may then be taken for a leftover, and lose its
             objects.
-        settings: a `Settings`, or a mapping of those that differ from the environment.
         progress: called with how far the prune is (`Progress`).
         on_event: gets the event `Pruned` or `PruneFailed`; none comes of a dry run.
-        store: see `CheckpointCatalog`.
+        settings, store: see `CheckpointCatalog`.
 
     Raises:
         SettingsError: not a policy, the policy failed, or the grace period has to be forced. Nothing was deleted.
-        InvalidURLError, SettingsError
+        InvalidURLError
         StorageError: the root could not be looked at. Nothing was deleted.
     """
     resolved = resolve_settings(settings)
@@ -189,17 +186,12 @@ def apply_plan(
     on_event: Listener | None = None,
     store: Store | None = None,
 ) -> PruneReport:
-    """Carry out a plan as far as it still holds (see `prune`). Looks at each thing again before it deletes it.
+    """Carry out a plan as far as it still holds (see `prune`). Looks at each thing again before it deletes it. Raises
+    InvalidURLError, SettingsError.
 
     >>> plan = CheckpointCatalog("s3://bucket/run").scan().plan(KeepLatest(1), grace=86400)
-    >>> [(decision.checkpoint.step, decision.action) for decision in plan.decisions]
-    [(1000, 'delete'), (2000, 'keep')]
     >>> apply_plan("s3://bucket/run", plan).ok
     True
-
-    Raises:
-        InvalidURLError, SettingsError
-        StorageError: nothing could be begun.
     """
     where, resolved = parse_url(root), resolve_settings(settings)
     store = store_of(where, resolved) if store is None else store
@@ -219,17 +211,33 @@ def _apply(
     try:
         plan = make()
         deleter, counting = Deleter(store.within(store.limit.shared(settings.stall_timeout))), threading.Lock()
-        finishing, others = _steps(root, plan)
-        done = 0
+        finishing, others = _steps(plan)
+        since, done = plan.now - plan.grace, 0
+        good = [info for info in plan.kept if info.committed and info.damage is None]
+        newest = root.child(max(good, key=age_order).name) if good else None  # from which a run would resume
 
         def take(store: Store, step: _Step) -> tuple[str, Any]:
             """The report's field, and what goes in there."""
             nonlocal done
-            name, field, work = step
-            url = root.child(name)
+            field, name, planned = step
+            mine, url, result = replace(deleter, store=store), root.child(name), planned
             try:
-                result = work(replace(deleter, store=store))
-                if field == "deleted":
+                if field == "finished":
+                    result = mine.finish(url, planned)
+                elif field == "aborted":
+                    store.abort(planned)
+                elif field == "leftovers" and name == BOARDS:
+                    changed = mine.delete_all([DeleteTarget(each.key, each.etag) for each in planned])
+                    result = Deletion.of(name, [each for each in planned if each.key not in changed])
+                elif field == "leftovers":
+                    result = mine.delete_leftovers(url, planned, since=since)
+                elif not field:
+                    mine.withdraw_given_up(url, planned)
+                else:
+                    if planned.committed:
+                        result = mine.delete_committed(url, planned, since=since, newest=newest)
+                    else:
+                        result = mine.delete_uncommitted(url, since=since)
                     logger.info("deleted %s: %d objects, %d bytes", url, result.objects, result.size)
             except LeftAloneError as error:
                 logger.info("%s is left alone: %s", url, error)
@@ -245,11 +253,11 @@ def _apply(
                     progress(done, len(finishing) + len(others))
             return field, result
 
-        results = [*deleter.store.map(take, finishing), *deleter.store.map(take, others)]
         of: dict[str, Any] = {field: [] for field in _FIELDS}
-        for field, result in results:
-            if field and getattr(result, "objects", True):
-                of[field].append(result)
+        for steps in (finishing, others):
+            for field, result in deleter.store.map(take, steps) if steps else ():
+                if field and getattr(result, "objects", True):
+                    of[field].append(result)
         report = PruneReport(str(root), plan, False, *(tuple(of[field]) for field in _FIELDS))
     except BaseException as error:
         emit(PruneFailed(root=str(root), error=error), on_event)
@@ -259,47 +267,20 @@ def _apply(
     return report
 
 
-def _steps(root: CheckpointURL, plan: Plan) -> tuple[list[_Step], list[_Step]]:
+def _steps(plan: Plan) -> tuple[list[_Step], list[_Step]]:
     """What finishes earlier deletions, and what is done after that."""
-    since = plan.now - plan.grace
-    deleted, kept = plan.deleted, plan.kept
-    finishing: list[_Step] = [
-        (each.checkpoint, "finished", partial(Deleter.finish, url=root.child(each.checkpoint), deletion=each.deletion))
-        for each in plan.unfinished
-    ]
-    good = [info for info in kept if info.committed and info.damage is None]
-    newest = root.child(max(good, key=age_order).name) if good else None  # from which a run would resume
-    steps: list[_Step] = []
-    for info in deleted:
-        work: Callable[[Deleter], Any] = partial(Deleter.delete_uncommitted, url=root.child(info.name), since=since)
-        if info.committed:
-            work = partial(
-                Deleter.delete_committed, url=root.child(info.name), planned=info, since=since, newest=newest
-            )
-        steps.append((info.name, "deleted", work))
+    deleted = plan.deleted
+    steps: list[_Step] = [("deleted", info.name, info) for info in deleted]
     leftovers, gone = defaultdict[str, list[LeftoverObject]](list), {info.name for info in deleted}
     for left in plan.leftovers:
         if left.checkpoint not in gone:
             leftovers[left.checkpoint].append(left)
-    for name, found in leftovers.items():
-        work = partial(Deleter.delete_leftovers, url=root.child(name), planned=found, since=since)
-        steps.append((name, "leftovers", partial(_delete_boards, boards=found) if name == BOARDS else work))
-    steps += [(each.checkpoint, "aborted", partial(_abort, upload=each)) for each in plan.uploads]
-    for info in kept:
-        if info.deletions and info.committed and info.deletion_id in info.deletions:  # it was given up
-            withdraw = partial(Deleter.withdraw_given_up, url=root.child(info.name), deletion=info.deletion_id)
-            steps.append((info.name, "", withdraw))
-    return finishing, steps
-
-
-def _abort(deleter: Deleter, upload: OpenUpload) -> OpenUpload:
-    deleter.store.abort(upload)
-    return upload
-
-
-def _delete_boards(deleter: Deleter, boards: Sequence[LeftoverObject]) -> Deletion:
-    changed = deleter.delete_all([DeleteTarget(each.key, each.etag) for each in boards])
-    return Deletion.of(BOARDS, [each for each in boards if each.key not in changed])
+    steps += [("leftovers", name, found) for name, found in leftovers.items()]
+    steps += [("aborted", each.checkpoint, each) for each in plan.uploads]
+    for info in plan.kept:
+        if info.deletions and info.committed and info.deletion_id in info.deletions:
+            steps.append(("", info.name, info.deletion_id))  # it was given up
+    return [("finished", each.checkpoint, each.deletion) for each in plan.unfinished], steps
 
 
 # --- one checkpoint on request -----------------------------------------------------------------------
@@ -347,7 +328,7 @@ def remove(
     since = math.inf if force else directory.now - resolved.retention_grace
     if any(each.initiated_at > since for each in uploads):
         why = "a save is in progress: an upload was begun within the grace period"
-    if found is not None and (protection := found.directory.protection):
+    if found is not None and (protection := found.directory.protection()):
         why = f"it is pinned ({found.info.pin_reason})" if found.info.pin_reason else protection
     done = []
     try:

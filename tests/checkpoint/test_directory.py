@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import pytest
 
-from dcp_s3.checkpoint.directory import Directory, time_of
-from dcp_s3.checkpoint.info import CheckpointInfo, age_order, newest_first, summarize
+from dcp_s3.checkpoint.directory import Directory
+from dcp_s3.checkpoint.info import CheckpointInfo, age_order, summarize
 from dcp_s3.format.control_files import Manifest, ObjectEntry
 from dcp_s3.format.layout import (
     CLAIM,
@@ -33,7 +33,8 @@ NEEDED = {entry.path for entry in MANIFEST.objects} | {manifest_object("ab")}
 
 def directory(*paths: str, now: float = NOW) -> Directory:
     """Objects of 10 bytes."""
-    return Directory.of(URL, [ListedObject(URL.key(path), 10, 50.0, f'"{path}"') for path in paths], now)
+    objects = tuple(ListedObject(URL.key(path), 10, 50.0, f'"{path}"') for path in paths)
+    return Directory(URL, [Page(objects, (), server_time=now)])
 
 
 def test_what_goes_with_a_checkpoint() -> None:
@@ -47,13 +48,15 @@ def test_what_goes_with_a_checkpoint() -> None:
         BOARD,
     ]
     gone = [*NEEDED, *COORDINATION, "__0_7.distcp", "__0_0-cd.distcp", manifest_object("cd"), ".dcp_s3/metrics.json"]
-    ended, lasting = lease_object("ab", 60), lease_object("ab", 2000)
+    ended, lasting = lease_object("ab", 889), lease_object("ab", 891)  # of the time 50, with a margin of 60
     removal, being_saved = directory(".metadata", *kept, *gone, ended, lasting).removal(NEEDED, since=500)
     assert removal.keys() == {".metadata", *gone, ended}
     assert being_saved is None
+    assert (directory(ended).protection(), directory(lasting).protection()) == (None, "a reader has a lease")
     etags = {path: found.etag for path, found in removal.items()}
-    assert directory(*gone).unchanged(etags) == {path: f'"{path}"' for path in gone}
-    assert directory(*gone).unchanged(etags, until=49) == {}
+    assert {found.path for found in directory(*gone).unchanged(etags)} == set(gone)
+    assert directory(*gone).unchanged(etags, until=49) == []
+    assert directory(*gone).unchanged(dict.fromkeys(gone, '"other"')) == []
     removal, _ = directory(*kept, *gone, ended, lasting).removal(None, since=500)
     assert removal.keys() == {*gone, ended, ".dcp_s3/other"}
 
@@ -77,15 +80,16 @@ DATA, FOREIGN = "__0_0-ab.distcp", "__0_0.distcp"
     ],
 )
 def test_a_save_in_progress(times: dict[str, float], needed: set[str] | None, being_saved: str | None) -> None:
-    found = Directory.of(URL, [ListedObject(URL.key(path), 10, at) for path, at in times.items()], NOW)
+    objects = tuple(ListedObject(URL.key(path), 10, at) for path, at in times.items())
+    found = Directory(URL, [Page(objects, (), server_time=NOW)])
     removal, seen = found.removal(needed, since=500)
     assert seen == being_saved
     assert being_saved or removal.keys() == times.keys()
 
 
 def test_without_the_time_of_the_store_that_of_this_host_counts() -> None:
-    assert time_of(Page((), (), None, 7.0)) == 7.0
-    assert abs(time_of(Page((), ())) - time.time()) < 3600
+    assert directory(now=7.0).now == 7.0
+    assert abs(Directory(URL, [Page((), ())]).now - time.time()) < 3600
 
 
 def named(directory: str) -> str:
@@ -122,7 +126,6 @@ def test_order_is_step_then_time_then_name_and_no_step_comes_first() -> None:
     ]
     names = [info.name for info in sorted(infos, key=age_order)]
     assert names == ["stepless", "zero", "late", "early", "a", "b", "uncommitted"]
-    assert [info.name for info in newest_first(infos)] == names[-2::-1]
 
 
 OTHERS = "__0_0.distcp __1_0.distcp"

@@ -217,11 +217,11 @@ def test_nonsense_of_a_users_policy_is_an_error(answer: Any, said: str) -> None:
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: KeepLatest(0), lambda: KeepLatest(True), lambda: KeepLatest("3"), lambda: KeepDaily(-1),  # type: ignore[arg-type]
-        lambda: KeepEvery(1.5), lambda: KeepBest(1, "", "min"), lambda: KeepBest(1, "a b", "min"),  # type: ignore[arg-type]
-        lambda: KeepBest(1, "loss", "low"), lambda: KeepBest(1, "loss", "min", missing="no"),  # type: ignore[arg-type]
-        lambda: KeepWithin("soon"), lambda: KeepWithin(-1), lambda: KeepWithin(math.nan), lambda: KeepWithin(math.inf),
-        lambda: KeepWithin(timedelta(-1)), lambda: best_first([], "loss", "low"),  # type: ignore[arg-type]
+        lambda: KeepLatest(True), lambda: KeepLatest("3"), lambda: KeepDaily(-1), lambda: KeepEvery(1.5),  # type: ignore[arg-type]
+        lambda: KeepBest(0, "loss", "min"), lambda: KeepBest(1, "a b", "min"),
+        lambda: KeepBest(1, "loss", "min", missing="no"),  # type: ignore[arg-type]
+        lambda: KeepWithin(math.nan), lambda: KeepWithin(math.inf), lambda: KeepWithin(timedelta(-1)),
+        lambda: best_first([], "loss", "low"),  # type: ignore[arg-type]
     ],
 )  # fmt: skip
 def test_bad_arguments(make: Any) -> None:
@@ -295,45 +295,37 @@ def kept(*infos: CheckpointInfo, **arguments: Any) -> set[str]:
     return {found.name for found in plan(*infos, **arguments).kept}
 
 
-def reasons(found: Plan) -> dict[str, tuple[str, ...]]:
-    return {each.checkpoint.name: each.reasons for each in found.decisions}
-
-
-def test_what_is_pinned_or_leased_or_has_no_step_is_kept() -> None:
-    infos = [
+_WRONG_CLOCK = info("step-1", created_at=NOW + 99 * DAY, modified_at=NOW - 9 * DAY)
+FLOORS: list[tuple[str, list[CheckpointInfo], str]] = [
+    ("pinned, leased, or without a step", [
         info("step-1", pinned=True), info("step-2", leased_until=NOW + 9),
         info("step-3", leased_until=NOW - LEASE_MARGIN + 1), info("step-4", leased_until=NOW - LEASE_MARGIN),
         info("final"), info("step-5", foreign=True), info("step-6"),
         info("step-7", state="incomplete", modified_at=0.0, pinned=True),
         info("step-8", state="incomplete", modified_at=0.0),
-    ]  # fmt: skip
-    assert kept(*infos) == {"step-1", "step-2", "step-3", "final", "step-6", "step-7"}
+    ], "step-1 step-2 step-3 final step-6 step-7"),
+    ("after a rollback the last one committed by the clock of S3, too", [
+        _WRONG_CLOCK, info("step-5", modified_at=NOW - DAY), info("step-9", modified_at=NOW - 3 * DAY),
+    ], "step-5 step-9"),
+    ("the last good one", [*steps(1, 2), info("step-3", damage="gone"), info("step-4", damage="gone")],
+     "step-2 step-4"),
+    ("the last commit, and the newest", [
+        info("step-1"), info("step-2", modified_at=NOW - DAY), info("step-3", modified_at=NOW, damage="gone"),
+    ], "step-1 step-2 step-3"),
+    # By the plan's own grace period, whatever the catalog's.
+    *((f"a save in progress that is {state}", [
+        info("step-1", state=state, modified_at=NOW - DAY + 1), info("step-2", state=state, modified_at=NOW - DAY),
+        info("step-3", state=state, modified_at=NOW + 5), info("step-4", state=state, modified_at=None),
+        info("step-5", state=state, modified_at=NOW - DAY - 1, created_at=NOW),
+    ], "step-1 step-3 step-4") for state in ("incomplete", "in_progress", "leftover")),
+]  # fmt: skip
 
 
-def test_after_a_rollback_the_last_committed_one_by_the_clock_of_s3_is_kept_too() -> None:
-    wrong_clock = info("step-1", created_at=NOW + 99 * DAY, modified_at=NOW - 9 * DAY)
-    infos = [wrong_clock, info("step-5", modified_at=NOW - DAY), info("step-9", modified_at=NOW - 3 * DAY)]
-    assert kept(*infos) == {"step-5", "step-9"}
-
-
-def test_a_damaged_newest_one_does_not_cost_the_last_good_one() -> None:
-    found = plan(info("step-1"), info("step-2"), info("step-3", damage="gone"), info("step-4", damage="gone"))
-    assert {each.name for each in found.kept} == {"step-2", "step-4"}
-    assert "not known to be damaged" in reasons(found)["step-2"][0]
-    found = plan(info("step-1"), info("step-2", modified_at=NOW - DAY), info("step-3", modified_at=NOW, damage="gone"))
-    assert {each.name for each in found.kept} == {"step-1", "step-2", "step-3"}  # the last commit, and the newest
-
-
-def test_a_save_in_progress_is_kept_until_the_grace_period_ends() -> None:
-    for state in ("incomplete", "in_progress", "leftover"):  # by the plan's own grace period, whatever the catalog's
-        infos = [
-            info("step-1", state=state, modified_at=NOW - 99),
-            info("step-2", state=state, modified_at=NOW - 100),
-            info("step-3", state=state, modified_at=NOW + 5),
-            info("step-4", state=state, modified_at=None),
-            info("step-5", state=state, modified_at=NOW - 101, created_at=NOW),
-        ]
-        assert kept(*infos, grace=100) == {"step-1", "step-3", "step-4"}
+@pytest.mark.parametrize(("infos", "names"), [pytest.param(*row[1:], id=row[0]) for row in FLOORS])
+def test_what_is_kept_whatever_policies_say(infos: list[CheckpointInfo], names: str) -> None:
+    found = plan(*infos)
+    assert {each.name for each in found.kept} == set(names.split())
+    assert all(each.reasons for each in found.decisions)
 
 
 def test_leftovers_of_a_committed_checkpoint_go_together_after_the_grace_period() -> None:
