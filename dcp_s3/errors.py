@@ -15,12 +15,10 @@ s3://bucket/run/step-00009000
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
-_MOST_NAMES = 1000  # that an error has, because it goes to each rank
 _TRACEBACK: Any = BaseException.__dict__["__traceback__"]
 
 
@@ -45,17 +43,6 @@ class DcpS3Error(Exception):
     @__traceback__.setter
     def __traceback__(self, trace: TracebackType | None) -> None:
         _TRACEBACK.__set__(self, trace)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # With the attributes; the default would replay ``args`` only.
-        return _rebuild, (type(self), self.args, self.__dict__)
-
-
-def _rebuild(cls: type[DcpS3Error], args: tuple[Any, ...], state: dict[str, Any]) -> DcpS3Error:
-    error = cls.__new__(cls, *args)
-    error.args = args
-    error.__dict__.update(state)
-    return error
 
 
 class SettingsError(DcpS3Error, ValueError):
@@ -218,11 +205,7 @@ class EntryNotFoundError(CheckpointError, IndexError):
     """A checkpoint has no entry, tensor or attachment of the given name, or the tensor has no such index."""
 
     fqn: str = ""
-    """The name or pattern; ``name`` is the same."""
-
-    @property
-    def name(self) -> str:
-        return self.fqn
+    """The name or pattern."""
 
 
 class MissingKeysError(EntryNotFoundError, RuntimeError):
@@ -234,12 +217,6 @@ class MissingKeysError(EntryNotFoundError, RuntimeError):
     unexpected: Sequence[str] = ()
     """Saved names that are not in the state."""
 
-    def __init__(
-        self, message: str = "", *, missing: Sequence[str] = (), unexpected: Sequence[str] = (), **attributes: Any
-    ) -> None:
-        names = {"missing": list(missing[:_MOST_NAMES]), "unexpected": list(unexpected[:_MOST_NAMES])}
-        super().__init__(message, fqn=missing[0] if missing else "", **names, **attributes)
-
 
 class TensorMismatchError(CheckpointError, ValueError):
     """Tensors to load into have another shape than the saved ones, or another kind or dtype that is not converted."""
@@ -248,10 +225,6 @@ class TensorMismatchError(CheckpointError, ValueError):
     """Name of the first one."""
     shapes: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]] = {}
     """Where shapes differ: the saved and the current one of each, by name, of at most the first thousand."""
-
-    def __init__(self, message: str = "", *, shapes: Mapping[str, Any] | None = None, **attributes: Any) -> None:
-        first = dict(itertools.islice((shapes or {}).items(), _MOST_NAMES))
-        super().__init__(message, **({"shapes": first} if first else {}), **attributes)
 
 
 class WeightsError(CheckpointError, ValueError):

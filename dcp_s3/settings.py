@@ -69,11 +69,6 @@ def _parse_staging_limit(value: object) -> object:
     return found
 
 
-def _parse_step_pattern(value: str) -> str:
-    compile_step_pattern(value)
-    return value
-
-
 def _parse_endpoint(value: str) -> str:
     check_endpoint(value)
     parts = urlsplit(value)
@@ -98,22 +93,6 @@ def check_endpoint(url: str) -> None:
         raise ValueError(f"expected http://host[:port] or https://host[:port], for example {guess}")
 
 
-def compile_step_pattern(pattern: str) -> re.Pattern[str]:
-    """Compile a `step_pattern`.
-
-    Raises:
-        ValueError: the pattern is not a regular expression, or does not have exactly one group.
-    """
-    example = r"expected a regular expression with one group around the digits, for example step-(\d+)"
-    try:
-        compiled = re.compile(pattern)
-    except (re.error, RecursionError, OverflowError) as error:
-        raise ValueError(f"{example} ({error})") from None
-    if compiled.groups != 1:
-        raise ValueError(f"{example}; this one has {compiled.groups} groups (others: (?:...))")
-    return compiled
-
-
 class Settings(BaseSettings):
     """The configuration of one writer or reader. Immutable, hashable, and safe to pickle and to print.
 
@@ -136,9 +115,6 @@ class Settings(BaseSettings):
     """S3 endpoint, for stores other than AWS. Unset: AWS's own chain."""
     region: str | None = None
     """Region name. Unset: AWS's own chain."""
-    profile: str | None = Field(default=None, min_length=1)
-    """Profile in AWS's configuration files, with its credentials, endpoint and region, rather than ``AWS_PROFILE`` and
-    the credentials in the environment. Unset: AWS's own chain."""
     addressing_style: Literal["auto", "path", "virtual"] = "auto"
     """Where the bucket goes in the request's URL. Most stores other than AWS need ``path``. ``auto`` lets botocore
     choose (path style for IP addresses and bucket names with dots)."""
@@ -222,9 +198,6 @@ class Settings(BaseSettings):
     After that they are leftovers."""
     reader_lease: Seconds | None = Field(default=None, ge=10, le=30 * 86400)
     """Seconds for which a load keeps prune from deleting the checkpoint, renewed while it runs. Unset: no lease."""
-    step_pattern: Annotated[str, AfterValidator(_parse_step_pattern)] | None = None
-    """Regular expression with one group of digits that finds the step in a checkpoint's name, for example
-    ``step-(\\d+)``. Unset: the number after ``step``, ``iter``, ``checkpoint`` or ``epoch``, or the whole name."""
 
     def __init__(self, **values: Any) -> None:
         try:
@@ -236,7 +209,11 @@ class Settings(BaseSettings):
             check_incremental(self.incremental, self)
         except ValidationError as error:
             raise SettingsError(_explain(error, values)) from None
-        _warn_of_unknown_variables()
+        if os.environ.get("LOCAL_RANK", "0") == "0":  # the first rank of each host says so
+            for variable, remedy in unknown_variables().items():
+                if variable not in _warned:
+                    _warned.add(variable)
+                    logger.warning("%s is set but is not a setting of dcp_s3. Remedy: %s", variable, remedy)
 
     def __repr__(self) -> str:
         values = {name: (getattr(self, name), field.default) for name, field in type(self).model_fields.items()}
@@ -303,16 +280,14 @@ def environment(**variables: str | None) -> Iterator[None]:
     """Let environment variables have other values, here and in processes that are started meanwhile. None leaves one as
     it is."""
     changes = {name: value for name, value in variables.items() if value is not None}
-    before = {name: os.environ.get(name) for name in changes}
+    before = dict(os.environ)
     os.environ.update(changes)
     try:
         yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+        for name in changes:
+            del os.environ[name]
+        os.environ.update({name: before[name] for name in changes if name in before})
 
 
 _warned: set[str] = set()
@@ -327,15 +302,6 @@ def unknown_variables() -> dict[str, str]:
         if name.startswith(ENV_PREFIX) and name not in known and not name.startswith(ENV_PREFIX + "TEST_"):
             found[variable] = _suggest(name, known)
     return found
-
-
-def _warn_of_unknown_variables() -> None:
-    if os.environ.get("LOCAL_RANK", "0") != "0":
-        return  # the first rank of each host says so
-    for variable, remedy in unknown_variables().items():
-        if variable not in _warned:
-            _warned.add(variable)
-            logger.warning("%s is set but is not a setting of dcp_s3. Remedy: %s", variable, remedy)
 
 
 def _suggest(name: str, known: Iterable[str]) -> str:

@@ -18,9 +18,8 @@ from __future__ import annotations
 
 import logging
 import random
-import re
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -50,8 +49,6 @@ from accelerate.utils import extract_model_from_parallel  # noqa: E402
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
-
 PRIVATE = ("_models", "_optimizers", "_schedulers", "_dataloaders", "_custom_objects")
 """The private attributes of Accelerator (1.15) that are read here: it has no public list of what it has prepared."""
 
@@ -72,7 +69,7 @@ def training_state(accelerator: Accelerator) -> dict[str, Stateful]:
     check_supported(accelerator)
     models, optimizers = accelerator._models, accelerator._optimizers
     return {
-        **{f"model_{n}" if n else "model": model_part(each) for n, each in enumerate(models)},
+        **{f"model_{n}" if n else "model": ModelPart(each) for n, each in enumerate(models)},
         **{f"optimizer_{n}" if n else "optimizer": OptimizerPart(each, models) for n, each in enumerate(optimizers)},
         # Last also by name, in which order DCP loads: the random number generators come after all else.
         "training": TrainingPart(
@@ -90,79 +87,33 @@ def check_supported(accelerator: Accelerator) -> None:
         )
 
 
-def agree(work: Callable[[], T], failed: str) -> list[T]:
-    """Run ``work`` on each rank. Returns the results in rank order; if it raises on one rank, all raise. A collective
-    of the default process group; results are pickled.
-
-    Raises:
-        CheckpointError: it raised on another rank; the message is ``failed`` with the cause. Where it raised, that
-            error is raised.
-    """
-    group = dist.group.WORLD if process.is_initialized() else None
-    return Ranks(group).agree(work, lambda failures: CheckpointError(f"{failed}: {name_failed(failures)}"))
-
-
-# --- models and optimizers ------------------------------------------------------------------------------
+def all_ranks() -> Ranks:
+    """All ranks of the job, in the default process group."""
+    return Ranks(dist.group.WORLD if process.is_initialized() else None)
 
 
 class ModelPart(Stateful):
     """The parameters and buffers of a model: plain, DDP, FSDP2 or other DTensors. Names are the module's own, without
-    what wrappers put before them, so that each of these loads what another one has saved."""
+    what wrappers put before them, so that each of these loads what another one has saved. Of a model with PEFT adapters
+    these alone, and what else is trained: the base model's frozen parameters stay as they are."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
+        self.adapters = frozenset(getattr(extract_model_from_parallel(model), "peft_config", ()))
 
     def state_dict(self) -> dict[str, Any]:
-        return dict(get_model_state_dict(self.model))
+        state = get_model_state_dict(self.model)
+        if self.adapters:
+            trained = get_model_state_dict(self.model, options=StateDictOptions(ignore_frozen_params=True))
+            state = {
+                name: value
+                for name, value in state.items()
+                if name in trained or not self.adapters.isdisjoint(name.split("."))
+            }
+        return dict(state)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        set_model_state_dict(self.model, state_dict)
-
-
-class AdapterPart(ModelPart):
-    """What PEFT would save of a model, of all its adapters, and any other parameter that is trained."""
-
-    def state_dict(self) -> dict[str, Any]:
-        from peft import get_peft_model_state_dict
-
-        inner: Any = extract_model_from_parallel(self.model)
-        state = super().state_dict()
-        kept = {_WRAPPERS.sub("", name) for name, each in inner.named_parameters() if each.requires_grad}
-        resized = _has_other_vocabulary(inner)
-        ids = {
-            id(tensor)
-            for adapter in inner.peft_config
-            for tensor in get_peft_model_state_dict(
-                inner, state, adapter_name=adapter, save_embedding_layers=resized
-            ).values()
-        }
-        return {name: tensor for name, tensor in state.items() if name in kept or id(tensor) in ids}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        # The base model stays as it is.
-        set_model_state_dict(self.model, state_dict, options=StateDictOptions(strict=False))
-
-
-_WRAPPERS = re.compile(r"\b(_checkpoint_wrapped_module|_orig_mod|_fsdp_wrapped_module)\.")
-
-
-def model_part(model: nn.Module) -> ModelPart:
-    """The part of a model that Accelerate has prepared; of one with PEFT adapters these alone."""
-    has_adapters = hasattr(extract_model_from_parallel(model), "peft_config")
-    return AdapterPart(model) if has_adapters else ModelPart(model)
-
-
-def _has_other_vocabulary(model: Any) -> bool:
-    """Whether the embeddings are not those of the base model, which PEFT saves then. PEFT asks the Hub about it; here
-    the files count that the model was loaded from."""
-    name: str = getattr(model, "name_or_path", "")
-    config: Any = getattr(model, "config", None)
-    if not name or not hasattr(config, "vocab_size"):
-        return False
-    try:
-        return bool(type(config).from_pretrained(name, local_files_only=True).vocab_size != config.vocab_size)
-    except OSError:
-        return False
+        set_model_state_dict(self.model, state_dict, options=StateDictOptions(strict=not self.adapters))
 
 
 class OptimizerPart(Stateful):
@@ -188,9 +139,6 @@ class OptimizerPart(Stateful):
         set_optimizer_state_dict(self.model, self.optimizer, state_dict)
 
 
-# --- the rest -------------------------------------------------------------------------------------------
-
-
 class TrainingPart(Stateful):
     """What is neither model nor optimizer. Of registered objects, the first rank's are saved, as by Accelerate; if they
     hold tensors, those of any rank: they must be alike."""
@@ -208,11 +156,11 @@ class TrainingPart(Stateful):
         state: dict[str, Any] = {}
 
         def collect() -> tuple[dict[str, Any], list[Any]]:
-            own = [as_item(each.state_dict()) for each in self.registered]
+            own = [_as_item(each.state_dict()) for each in self.registered]
             state.update(
                 step=accelerator.step,
-                schedulers=as_item([scheduler.state_dict() for scheduler in self.schedulers]),
-                scaler=as_item(None if scaler is None else scaler.state_dict()),
+                schedulers=_as_item([scheduler.state_dict() for scheduler in self.schedulers]),
+                scaler=_as_item(None if scaler is None else scaler.state_dict()),
                 registered={str(at): each for at, each in enumerate(own)},
                 number_of_registered=len(own),
             )
@@ -224,22 +172,24 @@ class TrainingPart(Stateful):
             return mine, [None if process.rank() > 0 or _has(torch.Tensor, each) else each for each in own]
 
         # Everything that may raise on one rank alone, so that the others do not wait for it.
-        found = agree(collect, "the state of the training cannot be collected")
+        found = all_ranks().agree(
+            collect, lambda failures: CheckpointError(f"the state of the training: {name_failed(failures)}")
+        )
         state["registered"] |= {str(at): each for at, each in enumerate(found[0][1]) if each is not None}
-        return {**state, "ranks": as_item([mine for mine, _ in found])}
+        return {**state, "ranks": _as_item([mine for mine, _ in found])}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         accelerator, rank = self.accelerator, process.rank()
-        self.loaded = from_item(state_dict["ranks"])
+        self.loaded = _from_item(state_dict["ranks"])
         dataloaders = self.loaded[rank if rank < len(self.loaded) else 0]["dataloaders"]
         accelerator.step = state_dict["step"]
-        for scheduler, state in _pair("schedulers", self.schedulers, from_item(state_dict["schedulers"])):
+        for scheduler, state in _pair("schedulers", self.schedulers, _from_item(state_dict["schedulers"])):
             scheduler.load_state_dict(state)
-        if accelerator.scaler is not None and (state := from_item(state_dict["scaler"])) is not None:
+        if accelerator.scaler is not None and (state := _from_item(state_dict["scaler"])) is not None:
             accelerator.scaler.load_state_dict(state)
         registered = [state_dict["registered"].get(str(each)) for each in range(state_dict["number_of_registered"])]
         for each, state in _pair("registered objects", self.registered, registered):
-            each.load_state_dict(from_item(state))
+            each.load_state_dict(_from_item(state))
         for loader, state in _pair("dataloaders", self.dataloaders, dataloaders):
             _load_dataloader(loader, state, len(self.loaded) == process.world_size())
         self.set_rng()
@@ -258,14 +208,13 @@ def _pair(what: str, prepared: list[Any], saved: list[Any]) -> list[tuple[Any, A
     return list(zip(prepared, saved, strict=True))
 
 
-def as_item(state: Any) -> Any:
+def _as_item(state: Any) -> Any:
     """A state in a form that DCP saves as one item, whatever its structure is when it is loaded. One with DTensors
     stays as it is, because each of them must be an item of its own to load on another number of ranks."""
     return state if _has(DTensor, state) else (state,)
 
 
-def from_item(item: Any) -> Any:
-    """What was given to `as_item`."""
+def _from_item(item: Any) -> Any:
     return item[0] if isinstance(item, tuple) else item
 
 

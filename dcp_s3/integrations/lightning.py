@@ -24,7 +24,7 @@ import os
 from collections.abc import Mapping
 from datetime import datetime, timezone
 from importlib.util import find_spec
-from typing import Any, NoReturn
+from typing import Any
 
 import fsspec  # type: ignore[import-untyped]
 import torch
@@ -151,18 +151,25 @@ class S3ModelParallelStrategy(ModelParallelStrategy):
         if url is None:
             loaded: dict[str, Any] = super().load_checkpoint(checkpoint_path, weights_only)
             return loaded
-        ranks, safe = self._ranks, weights_only is not False
+        group, safe = self._ranks.group, weights_only is not False
+        strict, fitting = self.lightning_module.strict_loading, self.lightning_module.trainer.state.fn
         if self._saves is not None:
             self._saves.wait()
-
-        def reader() -> S3StorageReader:
-            return S3StorageReader(url, weights_only=safe, process_group=ranks.group, settings=self.settings)
-
-        meta = ranks.from_first(lambda: reader().attachment(_META))
+        reader = S3StorageReader(url, weights_only=safe, process_group=group, settings=self.settings)
+        meta = self._ranks.from_first(lambda: reader.attachment(_META))
+        # Optimizers of an earlier `Trainer.fit` have no use for a state.
+        used = self.optimizers if fitting == TrainerFn.FITTING else []
+        optimizers = {f"optimizer_{number}": each for number, each in enumerate(used)}
+        state = {name: self.optimizer_state(each) for name, each in optimizers.items()}
+        state["state_dict"] = self.lightning_module_state_dict()
+        planner = S3LoadPlanner(allow_partial_load=not strict)
         try:
-            self._load(reader(), ranks.group)
+            state_dict_loader.load(state, storage_reader=reader, process_group=group, planner=planner)
         except CheckpointException as error:
             raise load_error(error, url) from error
+        self.model.load_state_dict(state["state_dict"], strict=strict)
+        for name, each in optimizers.items():
+            set_optimizer_state_dict(self.model, each, optim_state_dict=state[name])
         checkpoint: dict[str, Any] = torch.load(io.BytesIO(meta), weights_only=safe)
         return checkpoint
 
@@ -174,7 +181,12 @@ class S3ModelParallelStrategy(ModelParallelStrategy):
         url = find_url(filepath)
         if url is None:
             super().remove_checkpoint(filepath)
-        elif self._saves is None or self._is_own(url):
+            return
+        # What ModelCheckpoint asks itself about local paths only.
+        trainer = self.lightning_module.trainer
+        roots = [find_url(getattr(callback, "dirpath", None)) for callback in trainer.checkpoint_callbacks]
+        is_own = any(root is not None and url.startswith(f"{root}/") for root in roots)
+        if self._saves is None or (is_own and url != find_url(trainer.ckpt_path)):
             with self._working_saves() as saves:
                 saves.remove(url)
 
@@ -191,32 +203,12 @@ class S3ModelParallelStrategy(ModelParallelStrategy):
         finally:
             super().teardown()
 
-    def _is_own(self, url: str) -> bool:
-        """What ModelCheckpoint asks itself about local paths only."""
-        trainer = self.lightning_module.trainer
-        roots = [find_url(getattr(callback, "dirpath", None)) for callback in trainer.checkpoint_callbacks]
-        own = any(root is not None and url.startswith(f"{root}/") for root in roots)
-        return own and url != find_url(trainer.ckpt_path)
-
     # Lightning's own copy to the host first. Here the stager does it, once.
     def lightning_module_state_dict(self) -> dict[str, Any]:
         return dict(get_model_state_dict(self.model))
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         return dict(get_optimizer_state_dict(self.model, getattr(optimizer, "optimizer", optimizer)))
-
-    def _load(self, reader: S3StorageReader, group: Any) -> None:
-        strict, fitting = self.lightning_module.strict_loading, self.lightning_module.trainer.state.fn
-        # Those of an earlier `Trainer.fit` have no use for a state.
-        used = self.optimizers if fitting == TrainerFn.FITTING else []
-        optimizers = {f"optimizer_{number}": each for number, each in enumerate(used)}
-        state = {name: self.optimizer_state(each) for name, each in optimizers.items()}
-        state["state_dict"] = self.lightning_module_state_dict()
-        planner = S3LoadPlanner(allow_partial_load=not strict)
-        state_dict_loader.load(state, storage_reader=reader, process_group=group, planner=planner)
-        self.model.load_state_dict(state["state_dict"], strict=strict)
-        for name, each in optimizers.items():
-            set_optimizer_state_dict(self.model, each, optim_state_dict=state[name])
 
     def _make_saves(self) -> Saves:
         # ModelCheckpoint saves a step twice: one of the best, and the last.
@@ -232,7 +224,6 @@ class S3ModelParallelStrategy(ModelParallelStrategy):
 # --- what Lightning sees ----------------------------------------------------------------------------------
 
 _CHAINED = "s3::"
-_TYPE = {"size": 0, "type": "directory"}
 
 
 class CheckpointFiles(fsspec.AbstractFileSystem):
@@ -248,34 +239,27 @@ class CheckpointFiles(fsspec.AbstractFileSystem):
 
     def exists(self, path: str, **kwargs: Any) -> bool:
         """Whether a committed checkpoint is at or directly below ``path``."""
-        url = str(parse_url(_text(path)))
-        expected = None if self._saves is None else self._saves.will_hold(url)
-        return bool(_inspect(url) or self.ls(url)) if expected is None else expected
+        expected = None if self._saves is None else self._saves.will_hold(str(parse_url(_text(path))))
+        return (self._committed(path) is not None or bool(self.ls(path))) if expected is None else expected
 
-    def ls(self, path: str, detail: bool = True, **kwargs: Any) -> list[Any]:
+    isdir = exists
+
+    def ls(self, path: str, detail: bool = False, **kwargs: Any) -> list[str]:
         """The committed checkpoints directly below ``path``."""
         # Lightning normalizes the names as paths, and s3:/... would be a local one. A chained URL stays what it is.
-        found = [info for info in list_checkpoints(_text(path)) if info.committed]
-        names = [_CHAINED + info.url.removeprefix("s3://") for info in found]
-        return [{"name": name, **_TYPE} for name in names] if detail else names
-
-    def info(self, path: str, **kwargs: Any) -> dict[str, Any]:
-        """The entry of a committed checkpoint, or of a directory of them."""
-        if not self.exists(path):
-            raise FileNotFoundError(path)
-        return {"name": self._strip_protocol(path), **_TYPE}
+        found = list_checkpoints(_text(path))
+        return [_CHAINED + info.url.removeprefix("s3://") for info in found if info.committed]
 
     def modified(self, path: str) -> datetime:
         """When the checkpoint at ``path`` was committed."""
-        info = _inspect(_text(path))
-        if info is None:
+        if (info := self._committed(path)) is None:
             raise FileNotFoundError(path)
         return datetime.fromtimestamp(info.created_at or 0.0, tz=timezone.utc)
 
-    def _open(self, path: str, *args: Any, **kwargs: Any) -> NoReturn:
-        raise NotImplementedError(
-            f"dcp_s3 shows only which checkpoints there are, not {path}. Remedy: pip install s3fs"
-        )
+    def _committed(self, path: str) -> CheckpointInfo | None:
+        url = parse_url(_text(path))
+        found = inspect(store_of(url, resolve_settings(None)), url)
+        return found.info if found is not None and found.info.committed else None
 
 
 if find_spec("s3fs") is None:
@@ -302,9 +286,3 @@ def find_url(path: str | os.PathLike[str] | None) -> str | None:
 
 def _text(path: str) -> str:
     return path if is_s3_url(path) else "s3://" + path.removeprefix(_CHAINED)
-
-
-def _inspect(path: str) -> CheckpointInfo | None:
-    url = parse_url(path)
-    found = inspect(store_of(url, resolve_settings(None)), url)
-    return found.info if found is not None and found.info.committed else None

@@ -18,11 +18,10 @@ from torch.futures import Future
 
 from dcp_s3 import errors, process
 from dcp_s3.checkpoint.attachments import check_bytes, find_attachments, missing_error, read_attachment, read_extra
-from dcp_s3.checkpoint.info import find_step
 from dcp_s3.events import Listener, Loaded, LoadFailed, LoadStarted, emit
 from dcp_s3.failures import called_by_dcp
 from dcp_s3.format.control_files import Manifest
-from dcp_s3.format.layout import new_save_id
+from dcp_s3.format.layout import new_save_id, step_of
 from dcp_s3.load.assign import MAX_PIECE, Assignment, plan_sharing
 from dcp_s3.load.exchange import Exchange
 from dcp_s3.load.fetch import Fetcher
@@ -305,7 +304,7 @@ class S3StorageReader(StorageReader):
     @property
     def _step(self) -> int | None:
         """The step in the name of the checkpoint."""
-        return None if self._url is None else find_step(self._url.name, self.settings)
+        return None if self._url is None else step_of(self._url.name)
 
     def _tell_failed(self, error: BaseException) -> None:
         """Tell subscribers to events that a load failed on this rank."""

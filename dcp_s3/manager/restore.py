@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.planner import LoadPlanner
 from dcp_s3 import errors
 from dcp_s3.coordination.processes import end_era
 from dcp_s3.events import Listener
-from dcp_s3.failures import Failed, explain, left_by_load, name_failed, panel, real_causes
+from dcp_s3.failures import left_by_load, name_failed, panel, real_causes
 from dcp_s3.load.planner import S3LoadPlanner
 from dcp_s3.load.reader import S3StorageReader
 from dcp_s3.manager import arguments
@@ -56,8 +56,8 @@ def _restore_error(
     left = left_by_load(failures.values())
     if alone:  # the others do not learn of it
         left = f"{left}{'; ' if left else ''}other ranks may have loaded it, so no other one is tried"
-    failed = Failed(what, failures, left=left, resume="manager.restore(state, step=...) on all ranks" if alone else "")
-    return errors.RestoreFailedError(panel(failed), url=url, step=step, failures=failures, rank=rank)
+    text = panel(what, failures, left=left, resume="manager.restore(state, step=...) on all ranks" if alone else "")
+    return errors.RestoreFailedError(text, url=url, step=step, failures=failures, rank=rank)
 
 
 def _failures_of(error: CheckpointException) -> Failures:
@@ -163,7 +163,9 @@ class RunReader(ABC):
             if alone or not all(isinstance(error, _UNUSABLE) for error in real_causes(failures).values()):
                 raise _restore_error(failures, found.url, found.step, ranks.rank, alone=alone)
             if ranks.is_first:
-                logger.warning("%s could not be restored %s. Looking for another one", found.url, explain(failures))
+                logger.warning(
+                    "%s could not be restored: %s. Looking for another one", found.url, name_failed(failures)
+                )
             passed_over.append(found.url)
 
     def _load(self, found: select.ChosenCheckpoint, state: dict[str, Any], planner: LoadPlanner | None) -> Failures:

@@ -19,7 +19,6 @@ from dcp_s3.checkpoint.info import (
     CheckpointInfo,
     LeftoverObject,
     age_order,
-    find_step,
     newest_first,
     summarize,
 )
@@ -50,9 +49,8 @@ class CheckpointCatalog:
 
     Args:
         root: ``s3://bucket/run`` for checkpoints at ``s3://bucket/run/step-1000`` and so on.
-        settings: a `Settings`, or a mapping of those that differ from the environment. ``step_pattern`` says where in a
-            name the step is; without it, that is the number after ``step``, ``iter``, ``checkpoint`` or ``epoch``, or
-            the whole name.
+        settings: a `Settings`, or a mapping of those that differ from the environment. The step of
+            a checkpoint is the number after ``step``, ``iter``, ``checkpoint`` or ``epoch`` in its name, or all of it.
         store: where the checkpoints are, if not in the root's bucket as the settings reach it.
 
     Raises:
@@ -165,8 +163,7 @@ class CheckpointCatalog:
             url = parse_url(journal.url)
             if str(url) == str(self.root.child(url.name)):
                 info = summarize(url, Directory.of_sizes({METADATA: 0}), {None: Manifest.from_json(data)})
-                step = find_step(url.name, self.settings)
-                found.append(replace(info, state="local", step=step, etag=None, modified_at=None))
+                found.append(replace(info, state="local", etag=None, modified_at=None))
         return sorted(found, key=age_order)
 
     def _look(self, *, whole: bool = False) -> tuple[float, list[str], list[Inspected]]:
@@ -178,9 +175,6 @@ class CheckpointCatalog:
             [name for name in names if name not in _NO_CHILD],
         )
         found = [each for each in looked if each is not None]
-        if self.settings.step_pattern is not None:
-            steps = (find_step(each.info.name, self.settings) for each in found)
-            found = [replace(each, info=replace(each.info, step=step)) for each, step in zip(found, steps, strict=True)]
         return time_of(listed), names, found
 
 

@@ -16,11 +16,10 @@ from torch.distributed.checkpoint.storage import WriteResult
 from dcp_s3.checkpoint.attachments import Attachment, check_distinct
 from dcp_s3.checkpoint.commit import make_commit
 from dcp_s3.checkpoint.commit_state import Beginning, CommitState, SaveIdentity, find_state
-from dcp_s3.checkpoint.info import find_step
 from dcp_s3.errors import CheckpointError, SaveProtocolError
 from dcp_s3.events import Committed, Listener, SaveStarted, Written, emit
 from dcp_s3.format.control_files import ObjectEntry
-from dcp_s3.format.layout import DCP_VERSION, new_nonce
+from dcp_s3.format.layout import DCP_VERSION, new_nonce, step_of
 from dcp_s3.limit import Deadline, Limit
 from dcp_s3.process import collector_paused, world_size
 from dcp_s3.s3.multipart import can_copy
@@ -98,7 +97,7 @@ class Save:
             self._s3, self._identity, self._beginning, rank=self.rank, overwrite=self.overwrite, spills=self.spills,
             on_event=self.on_event,
         )  # fmt: skip
-        self.step = find_step(self.url.name, self.settings)
+        self.step = step_of(self.url.name)
         self._throttled_before = self._s3.counters().throttled
         self._an_object: str | None = None  # path of an object that this rank wrote
         self._deadline: Deadline | None = None
