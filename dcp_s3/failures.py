@@ -32,18 +32,6 @@ _WHOLE_WORDS: Any = {"break_long_words": False, "break_on_hyphens": False}
 _OWN = re.compile(r"[0-9a-f]*\d[0-9a-f]*")
 _REMEDY = re.compile(r"[;.,]? *Remedy[:,] *")
 _BEFORE_WRITING = (errors.CheckpointExistsError, errors.InvalidURLError, errors.SettingsError, errors.StagingError)
-_BEFORE_READING = (
-    errors.CheckpointNotFoundError,
-    errors.EntryNotFoundError,
-    errors.TensorMismatchError,
-    errors.CorruptCheckpointError,
-    errors.UnsafeMetadataError,
-    errors.CredentialsError,
-    errors.BucketNotFoundError,
-    errors.InvalidURLError,
-    errors.SettingsError,
-    errors.SaveProtocolError,
-)
 
 
 def panel(
@@ -119,11 +107,6 @@ def left_by_save(causes: Iterable[BaseException]) -> str:
     if all(isinstance(cause, _BEFORE_WRITING) for cause in causes):
         return "nothing was written, and what was there is untouched"
     return "no new checkpoint, and the earlier ones untouched; `dcp-s3 prune` removes what was uploaded"
-
-
-def left_by_load(causes: Iterable[BaseException]) -> str:
-    """What a load that failed has left behind; empty: nothing."""
-    return "" if all(isinstance(cause, _BEFORE_READING) for cause in causes) else "the state may be partly loaded"
 
 
 # --- errors on their way out -----------------------------------------------------------------------------

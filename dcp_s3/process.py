@@ -161,20 +161,13 @@ def release(version: str) -> tuple[int, ...]:
 
 # --- what a forked child resets; imports and the collector, of which there is one in a process ------------
 
-_resets: list[Callable[[], object]] = []
-
 
 def reset_in_child(reset: Callable[[], object]) -> Callable[[], object]:
-    """Call ``reset`` in every forked child before its own code goes on, in order of registration.
-
-    Connections and threads are its parent's. A lock that another thread held at the time of the fork would stay locked
-    forever: make a new one.
-    """
-    _resets.append(reset)
+    """Call ``reset`` in every forked child before its own code goes on, in order of registration: connections and
+    threads are its parent's, and a lock that another thread held at the time of the fork would stay locked."""
+    os.register_at_fork(after_in_child=reset)
     return reset
 
-
-os.register_at_fork(after_in_child=lambda: [reset() for reset in _resets])
 
 _lock = threading.Lock()
 _importing = threading.RLock()
@@ -192,12 +185,9 @@ def torch_imported_alone() -> Iterator[None]:
 
 @contextlib.contextmanager
 def collector_paused() -> Iterator[None]:
-    """Pause automatic garbage collection in this process, while many long-lived objects are made.
-
-    Metadata and plans of a large checkpoint are millions of objects. While they are made, the collector walks all
-    objects again and again, which takes as long as making them, and finds nothing. Pauses may overlap. The last one to
-    end restores the state found by the first, whatever `gc.disable` and `gc.enable` were called in between.
-    """
+    """Pause automatic garbage collection in this process, while many long-lived objects are made: the collector walks
+    them again and again, which takes as long as making them. Pauses may overlap. The last one to end restores the state
+    found by the first, whatever `gc.disable` and `gc.enable` were called in between."""
     global _pauses, _was_enabled
     with _lock:
         if _pauses == 0:

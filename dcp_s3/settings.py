@@ -1,8 +1,6 @@
-"""All tunables in one place: the environment (prefix ``DCP_S3_``), and keyword settings that override it.
-
-The environment is read when a `Settings` object is made, never at import. Whatever is unset follows AWS's own chain
-(``AWS_ENDPOINT_URL_S3``, ``AWS_PROFILE``, instance roles, ...). Credentials are never settings here, so they cannot end
-up in a repr, a log or a pickle of dcp_s3.
+"""All tunables in one place: the environment (prefix ``DCP_S3_``), read when a `Settings` object is made, and keyword
+settings that override it. Whatever is unset follows AWS's own chain (``AWS_ENDPOINT_URL_S3``, ``AWS_PROFILE``, instance
+roles, ...). Credentials are never settings here, so they cannot end up in a repr, a log or a pickle of dcp_s3.
 """
 
 from __future__ import annotations
@@ -69,20 +67,9 @@ def _parse_staging_limit(value: object) -> object:
     return found
 
 
-def _parse_endpoint(value: str) -> str:
-    check_endpoint(value)
-    parts = urlsplit(value)
-    if parts.username or parts.password:
-        raise ValueError("expected a URL without credentials: those belong to AWS's own chain")
-    return value.rstrip("/")
-
-
-def check_endpoint(url: str) -> None:
-    """Check that S3 requests can be sent to a URL.
-
-    Raises:
-        ValueError: the URL has no scheme, a scheme other than http and https, no host, or an invalid port.
-    """
+def parse_endpoint(url: str) -> str:
+    """The URL of an endpoint. ValueError: it has no scheme, one other than http and https, no host, an invalid port, or
+    credentials."""
     try:
         parts = urlsplit(url)
         good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
@@ -91,6 +78,9 @@ def check_endpoint(url: str) -> None:
     if not good:
         guess = f"http://{url}" if re.fullmatch(r"[\w.-]+(:\d{1,5})?", url) else "http://localhost:9000"
         raise ValueError(f"expected http://host[:port] or https://host[:port], for example {guess}")
+    if parts.username or parts.password:
+        raise ValueError("expected a URL without credentials: those belong to AWS's own chain")
+    return url.rstrip("/")
 
 
 class Settings(BaseSettings):
@@ -111,7 +101,7 @@ class Settings(BaseSettings):
         env_prefix=ENV_PREFIX, frozen=True, extra="forbid", env_ignore_empty=True, validate_default=False
     )
 
-    endpoint_url: Annotated[str, AfterValidator(_parse_endpoint)] | None = None
+    endpoint_url: Annotated[str, AfterValidator(parse_endpoint)] | None = None
     """S3 endpoint, for stores other than AWS. Unset: AWS's own chain."""
     region: str | None = None
     """Region name. Unset: AWS's own chain."""
@@ -253,11 +243,15 @@ def aws_endpoint_variable() -> tuple[str, str] | None:
 
 
 def require_endpoint(source: str, url: str) -> None:
-    """Check an endpoint with `check_endpoint`. The error names ``source``, where the URL came from."""
+    """Check the endpoint that ``source`` names: a SettingsError that says so."""
     try:
-        check_endpoint(url)
+        parse_endpoint(url)
     except ValueError as error:
-        raise SettingsError(f"{source} = {url!r} is not allowed: {error}") from None
+        raise SettingsError(f"{source} = {_shown(url, str(error))} is not allowed: {error}") from None
+
+
+def _shown(value: object, why: str) -> str:
+    return "<hidden>" if "credentials" in why else repr(value)
 
 
 def _explain(error: ValidationError, given: Mapping[str, Any]) -> str:
@@ -270,7 +264,7 @@ def _explain(error: ValidationError, given: Mapping[str, Any]) -> str:
             lines.append(f"{source} is not a setting. Remedy: {_suggest(name, Settings.model_fields)}")
             continue
         found = given.get(name, os.environ.get(ENV_PREFIX + name.upper(), detail["input"]))
-        value = "<hidden>" if "credentials" in detail["msg"] else repr(found)
+        value = _shown(found, detail["msg"])
         lines.append(f"{source} = {value} is not allowed: {detail['msg'].removeprefix('Value error, ')}")
     return "; ".join(lines)
 
@@ -322,12 +316,8 @@ def stored_settings(values: Mapping[str, Any]) -> Settings:
 
 
 def resolve_settings(settings: SettingsLike) -> Settings:
-    """The `Settings` for what a constructor was given: a `Settings` object, a mapping of overrides, or None.
-
-    Raises:
-        SettingsError: a value is not allowed; there is no such setting; or ``endpoint_url`` is unset and
-            `AWS_ENDPOINT_URL_S3`, used instead, is not a URL.
-    """
+    """The `Settings` for what a constructor was given. Raises SettingsError if a value is not allowed, there is no such
+    setting, or ``endpoint_url`` is unset and `AWS_ENDPOINT_URL_S3`, used instead, is not a URL."""
     if settings is not None and not isinstance(settings, (Settings, Mapping)):
         raise SettingsError(f"settings must be a Settings object, a mapping or None, not {type(settings).__name__}")
     resolved = settings if isinstance(settings, Settings) else Settings(**dict(settings or {}))

@@ -7,8 +7,6 @@ once.
 ...     step = manager.restore(state) or 0
 ...     manager.save(step + 1000, state)
 
-Accelerate itself makes two DCP checkpoints, of the model and of the optimizer, and files on each rank's disk.
-
 Saved are models, optimizers, schedulers, the gradient scaler, registered objects, dataloaders, the random number
 generators of every rank and the count of micro-batches. All of it loads on another number of ranks, and into a plain,
 DDP or FSDP2 model, whichever it was saved from.
@@ -52,15 +50,13 @@ logger = logging.getLogger(__name__)
 PRIVATE = ("_models", "_optimizers", "_schedulers", "_dataloaders", "_custom_objects")
 """The private attributes of Accelerator (1.15) that are read here: it has no public list of what it has prepared."""
 
-_UNSUPPORTED = (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM, DistributedType.XLA)
-
 
 def training_state(accelerator: Accelerator) -> dict[str, Stateful]:
     """All that an accelerator has prepared, as a state for `CheckpointManager`, `dcp.save` and `dcp.load`.
 
     Entries are ``model``, ``optimizer`` (``model_1``, ``optimizer_1`` and so on for further ones) and ``training`` for
-    everything else. Make it when everything is prepared and registered; it can be used for any number of saves. To load
-    it, there must be as many models, optimizers and so on as were saved, in the same order.
+    everything else. Make it when everything is prepared and registered; it can be used for any number of saves. It
+    loads if there are as many models, optimizers and so on as were saved, in the same order.
 
     Raises:
         CheckpointError: the accelerator uses DeepSpeed, Megatron-LM or XLA.
@@ -80,7 +76,7 @@ def training_state(accelerator: Accelerator) -> dict[str, Stateful]:
 
 def check_supported(accelerator: Accelerator) -> None:
     """Raises `CheckpointError` for DeepSpeed, Megatron-LM and XLA: they keep the state themselves."""
-    if accelerator.distributed_type in _UNSUPPORTED:
+    if accelerator.distributed_type in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM, DistributedType.XLA):
         raise CheckpointError(
             f"dcp_s3.integrations.accelerate does not know {accelerator.distributed_type}, which keeps the state "
             "itself. Supported are one process, DDP and FSDP2"
@@ -117,8 +113,7 @@ class ModelPart(Stateful):
 
 
 class OptimizerPart(Stateful):
-    """The state of an optimizer that Accelerate has prepared, by the names of the parameters of its model: one of
-    ``models``, or several."""
+    """The state of an optimizer that Accelerate has prepared, by the names of the parameters of its model or models."""
 
     def __init__(self, prepared: Any, models: Sequence[nn.Module]) -> None:
         # Accelerate's wrapper skips steps; DCP makes one, of zero length, where there is no state yet.
@@ -155,6 +150,7 @@ class TrainingPart(Stateful):
         accelerator, scaler = self.accelerator, self.accelerator.scaler
         state: dict[str, Any] = {}
 
+        # Everything that may raise on one rank alone, so that the others do not wait for it.
         def collect() -> tuple[dict[str, Any], list[Any]]:
             own = [_as_item(each.state_dict()) for each in self.registered]
             state.update(
@@ -164,14 +160,11 @@ class TrainingPart(Stateful):
                 registered={str(at): each for at, each in enumerate(own)},
                 number_of_registered=len(own),
             )
-            mine = {
-                "rng": rng_state(accelerator.device),
-                "dataloaders": [_dataloader_state(loader, accelerator) for loader in self.dataloaders],
-            }
-            # Those with tensors may be large, and are not sent.
-            return mine, [None if process.rank() > 0 or _has(torch.Tensor, each) else each for each in own]
+            loaders = [_dataloader_state(loader, accelerator) for loader in self.dataloaders]
+            # Registered objects with tensors may be large, and are not sent.
+            sent = [None if process.rank() > 0 or _has(torch.Tensor, each) else each for each in own]
+            return {"rng": rng_state(accelerator.device), "dataloaders": loaders}, sent
 
-        # Everything that may raise on one rank alone, so that the others do not wait for it.
         found = all_ranks().agree(
             collect, lambda failures: CheckpointError(f"the state of the training: {name_failed(failures)}")
         )
@@ -271,8 +264,8 @@ def rng_state(device: torch.device) -> dict[str, Any]:
 
 def set_rng_state(rank: int, saved: Sequence[Mapping[str, Any]], device: torch.device) -> None:
     """Restore what `rng_state` has returned on each rank. A rank that did not exist gets the state that all ranks had;
-    if they had different ones, it keeps its own, for no rank may draw another's numbers. Which, torch's generator on
-    the CPU tells: whoever seeds ranks differently seeds it, too."""
+    if they had different ones (by torch's generator on the CPU), it keeps its own: no rank may draw another's numbers.
+    """
     if rank >= len(saved) and not all(torch.equal(states["torch"], saved[0]["torch"]) for states in saved):
         logger.warning("rank %d was not saved: its random number generators stay as they were seeded", rank)
         return

@@ -1,9 +1,8 @@
 """`register`: code that names no storage backend, or torch's own, uses this one for S3 URLs.
 
-It acts on torch's classes FileSystemWriter, FileSystemReader, FsspecWriter and FsspecReader themselves: making one for
-an S3 URL gives an `S3StorageWriter` or `S3StorageReader`. So it does not matter who makes it (`dcp.save` with a bare
-``checkpoint_id``, a framework), nor when the name was imported. Subclasses, local paths and other URLs are left alone.
-A `pathlib.Path` of an S3 URL, which has only one slash left, counts as that URL.
+It acts on torch's own classes: making a FileSystemWriter, FileSystemReader, FsspecWriter or FsspecReader for an S3 URL
+gives an `S3StorageWriter` or `S3StorageReader`, whoever makes it, and whenever the name was imported. Subclasses, local
+paths and other URLs are left alone. A `pathlib.Path` of an S3 URL, which has only one slash left, counts as that URL.
 """
 
 from __future__ import annotations
@@ -34,8 +33,8 @@ def register(*, overwrite: bool = False, settings: SettingsLike = None) -> None:
     """Make torch's own writers and readers of files use this backend for S3 URLs: those that `dcp.save`,
     `dcp.async_save` and `dcp.load` choose for ``checkpoint_id="s3://..."``, and those that frameworks make.
 
-    Other URLs and paths go where they went before. Another call replaces the arguments of the previous call, and
-    nothing else. Of a writer's own arguments, ``overwrite`` counts; how many files and threads it is to use does not.
+    Other URLs and paths go where they went before. Another call replaces the arguments of the previous call. Of a
+    writer's own arguments, ``overwrite`` counts; how many files and threads it is to use does not.
 
     >>> register()
     >>> dcp.save(state, checkpoint_id="s3://bucket/other/step-1")
@@ -113,7 +112,10 @@ def _change_torch() -> None:
         made.__signature__ = inspect.signature(base.__init__)  # type: ignore[attr-defined]
         base.__new__ = staticmethod(made)  # type: ignore[method-assign]
     for cls in _OURS:
-        _wrap(cls, "validate_checkpoint_id", _validate_checkpoint_id)
+        _wrap(
+            cls, "validate_checkpoint_id",
+            lambda stock, cls, url: (cls in _OURS and _s3_url(url) is not None) or bool(stock(cls, url)),
+        )  # fmt: skip
     # An asynchronous save chooses its writer later, perhaps in another process, where nothing is registered.
     for executor in AsyncCheckpointExecutor.__subclasses__():
         _wrap(executor, "execute_save", _execute_save)
@@ -125,10 +127,6 @@ def _wrap(cls: type, name: str, by: Any) -> None:
     stock = getattr(method, "__func__", method)
     new = functools.wraps(stock)(lambda *args, **kwargs: by(stock, *args, **kwargs))
     setattr(cls, name, classmethod(new) if inspect.ismethod(method) else new)
-
-
-def _validate_checkpoint_id(stock: Any, cls: type, checkpoint_id: str | os.PathLike[str]) -> bool:
-    return (cls in _OURS and _s3_url(checkpoint_id) is not None) or bool(stock(cls, checkpoint_id))
 
 
 def _execute_save(stock: Any, self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -35,7 +35,7 @@ _SHORT = 2**18
 """Bytes up to which a write is copied without a look at whose memory it is."""
 _CHUNK = 2**23
 """Bytes of copied writes that are sent as one piece, and of the requests that read a whole file."""
-_BLOCK = 2**20
+BLOCK = 2**20
 """Bytes that are read at once for shorter reads."""
 _PAUSES = (0.05, 2.0)
 """Seconds between two looks at the records, the first and the longest."""
@@ -184,11 +184,10 @@ def damaged_error(bucket: str, key: str) -> errors.CorruptCheckpointError:
 
 
 class ReadStream(io.RawIOBase):
-    """A file that is read anywhere: long reads go into the reader's memory, short ones come from a block."""
+    """A file that is read anywhere, into the reader's memory."""
 
     def __init__(self, file: OpenFile) -> None:
         self._file, self._position = file, 0
-        self._block_start, self._block = 0, memoryview(b"")
 
     def readable(self) -> bool:
         return True
@@ -204,19 +203,12 @@ class ReadStream(io.RawIOBase):
         return self._position
 
     def readinto(self, buffer: Any) -> int:
-        start, file = self._position, self._file
         # An error must not keep memory exported: torch-checkpointing then unmaps it.
         with memoryview(buffer) as given, given.cast("B") as whole:
-            count = max(0, min(whole.nbytes, file.size - start))
+            count = max(0, min(whole.nbytes, self._file.size - self._position))
             with whole[:count] as view:
-                if count >= _BLOCK:
-                    file.read(start, view)
-                elif count:
-                    if not self._block_start <= start <= start + count <= self._block_start + len(self._block):
-                        self._block_start = min(start, max(0, file.size - _BLOCK))
-                        self._block = memoryview(bytearray(min(_BLOCK, file.size - self._block_start)))
-                        file.read(self._block_start, self._block)
-                    view[:] = self._block[start - self._block_start :][:count]
+                if count:
+                    self._file.read(self._position, view)
         self._position += count
         return count
 

@@ -155,8 +155,8 @@ class S3ModelParallelStrategy(ModelParallelStrategy):
         strict, fitting = self.lightning_module.strict_loading, self.lightning_module.trainer.state.fn
         if self._saves is not None:
             self._saves.wait()
+        meta = self._ranks.from_first(lambda: S3StorageReader(url, settings=self.settings).attachment(_META))
         reader = S3StorageReader(url, weights_only=safe, process_group=group, settings=self.settings)
-        meta = self._ranks.from_first(lambda: reader.attachment(_META))
         # Optimizers of an earlier `Trainer.fit` have no use for a state.
         used = self.optimizers if fitting == TrainerFn.FITTING else []
         optimizers = {f"optimizer_{number}": each for number, each in enumerate(used)}

@@ -1,5 +1,4 @@
-"""The saves of a framework that says itself when to save what to which URL: in the background, each replaces what lies
-at its URL, and what is to be deleted goes when they are committed. Needs no framework."""
+"""The saves of a framework that says itself when to save what to which URL, and what to delete. Needs no framework."""
 
 from __future__ import annotations
 
@@ -36,9 +35,8 @@ class Saves:
     ``background`` are the same ranks in another group, for the saves: beside them ``ranks`` agree on the next one.
     None: ``ranks``, if they agree on nothing while a save is under way.
 
-    What is deleted after commits is for ``retention`` to say, or else a checkpoint is removed by its URL when the save
-    that began last before that call is committed, and never by its own save: so the newest committed one is never lost.
-    If that save fails, the checkpoint stays.
+    ``retention`` says what is deleted after commits. Without it, a checkpoint is removed by its URL when the save that
+    began last before that call, and is not its own, is committed. If that save fails, it stays.
     """
 
     def __init__(
@@ -99,7 +97,7 @@ class Saves:
             with self._removing:
                 self._removals.pop(url, None)
         self._step, self._begun = step, self._begun + 1
-        self._last[url] = self._begun
+        number = self._last[url] = self._begun
         upload: BeginUpload
         if blocking:
             group = self._background.group
@@ -108,7 +106,13 @@ class Saves:
             upload = stage_save(state, writer, self._background, self._stager, None)
         else:
             upload = functools.partial(save_in_background, state, writer, self._background, self._stager, None)
-        saved = functools.partial(self._saved, self._begun, writer)
+
+        def saved() -> None:
+            self._good.add(number)
+            self._commit = (number, commit_of(writer, self._settings))
+            if self._retention is not None:
+                self._retention.saved(self._wait_committed)
+
         started = self.in_flight.start(step, url, upload, saved, wait=blocking)
         self._under_way = [each for each in self._under_way if not each.ended.is_set()] + [started]
         return started.begun
@@ -154,12 +158,6 @@ class Saves:
         if any(each.url == url and not each.ended.is_set() for each in self._under_way):
             return True
         return False if url in self._removals else None
-
-    def _saved(self, number: int, writer: S3StorageWriter) -> None:
-        self._good.add(number)
-        self._commit = (number, commit_of(writer, self._settings))
-        if self._retention is not None:
-            self._retention.saved(self._wait_committed)
 
     def _wait_committed(self, timeout: float) -> None:
         number, wait = self._commit

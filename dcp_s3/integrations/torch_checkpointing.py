@@ -14,14 +14,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import torch.distributed as dist
 from typing_extensions import Buffer
 
-from dcp_s3 import errors
+from dcp_s3 import errors, process
 from dcp_s3.format.control_files import ObjectEntry
 from dcp_s3.format.layout import FILES_PREFIX, METADATA, is_attachment_name, new_save_id
 from dcp_s3.integrations import require
 from dcp_s3.integrations.files import (
+    BLOCK,
     OpenFile,
     ReadStream,
     WriteStream,
@@ -29,9 +29,8 @@ from dcp_s3.integrations.files import (
     find_files,
     publish_files,
     put_record,
-)
+)  # fmt: skip
 from dcp_s3.memory import crc_hex
-from dcp_s3.process import launch
 from dcp_s3.retention.prune import remove
 from dcp_s3.s3.store import store_of
 from dcp_s3.settings import SettingsLike, resolve_settings
@@ -65,9 +64,9 @@ class S3StorageConfig(StorageConfig):
     def __post_init__(self) -> None:
         parse_url(self.root)
         self.settings = resolve_settings(self.settings)
-        self.rank, self.world_size = launch().rank or 0, launch().world_size or 1
-        if dist.is_available() and dist.is_initialized():
-            self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        distributed, launched = process.is_initialized(), process.launch()
+        self.rank = process.rank() if distributed else launched.rank
+        self.world_size = process.world_size() if distributed else launched.world_size
 
     def create_storage(self) -> S3Storage:
         return S3Storage(self)
@@ -148,10 +147,9 @@ class S3Storage(Storage):
     def commit(self, path: Path) -> None:
         """See `commit`, the function."""
         name = self._checkpoint(path)
-        nonce, files = self._begin(name)
+        (nonce, files), url = self._begin(name), self._root.child(name)
         wait = self._settings.stall_timeout or float("inf")
         try:
-            url = self._root.child(name)
             publish_files(self._store, url, self._rank, self._world_size, nonce, files.values(), wait)
         finally:
             self._writing.pop(name)
@@ -182,17 +180,17 @@ class S3Storage(Storage):
 
     def stream_read(self, path: Path, read_args: ReadArgs | None = None) -> io.RawIOBase:
         """The file, in the version that was there when it was last looked for (`exists`, `getsize`)."""
-        stream = ReadStream(self._open.get(path) or self._look(path))
+        file = self._open.get(path) or self._look(path)
         if read_args is None or read_args.pre_read_full_file:
-            return io.BytesIO(stream.read_whole(self._store))  # type: ignore[return-value]
-        return stream
+            return io.BytesIO(file.read_whole())  # type: ignore[return-value]
+        return io.BufferedReader(ReadStream(file), BLOCK)  # type: ignore[return-value]
 
     def _look(self, path: Path) -> OpenFile:
         """Open a file. What was committed is compared with what is there."""
         name, rest = self._split(path)
         entry, key = (self._entries(name) or {}).get(rest), self._root.child(name).key(rest)
         if entry is None:
-            raise _missing(path)
+            raise FileNotFoundError(errno.ENOENT, "no such file", str(path))
         head = self._store.head(key, checksum=entry.crc64nvme is not None)
         if head.size != entry.size or (head.crc64nvme and entry.crc64nvme not in (None, head.crc64nvme)):
             raise damaged_error(self._root.bucket, key)
@@ -212,9 +210,7 @@ class S3Storage(Storage):
         self._open.pop(path, None)
         name, rest = self._split(path)
         entries = self._entries(name) if name else {}
-        if not rest:
-            return entries is not None
-        return any(f"{each}/".startswith(f"{rest}/") for each in entries or ())
+        return entries is not None and (not rest or any(f"{each}/".startswith(f"{rest}/") for each in entries))
 
     def isdir(self, path: Path) -> bool:
         name, rest = self._split(path)
@@ -222,7 +218,7 @@ class S3Storage(Storage):
 
     def ls(self, path: Path) -> list[str]:
         if not self.isdir(path):
-            raise _missing(path)
+            raise FileNotFoundError(errno.ENOENT, "no such directory", str(path))
         name, rest = self._split(path)
         if name:
             below = f"{rest}/" if rest else ""
@@ -267,7 +263,3 @@ class S3Storage(Storage):
             )
         name, _, rest = f"{url}/"[len(root) :].rstrip("/").partition("/")
         return name, rest
-
-
-def _missing(path: Path) -> FileNotFoundError:
-    return FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))

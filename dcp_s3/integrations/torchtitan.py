@@ -22,7 +22,7 @@ from dcp_s3.integrations import require
 from dcp_s3.integrations.saves import Saves
 from dcp_s3.load.planner import S3LoadPlanner
 from dcp_s3.load.reader import S3StorageReader
-from dcp_s3.manager.agree import Failures, Ranks
+from dcp_s3.manager.agree import Ranks
 from dcp_s3.manager.arguments import check_settings
 from dcp_s3.manager.background import retain
 from dcp_s3.manager.restore import load_error
@@ -46,10 +46,9 @@ logger = logging.getLogger(__name__)
 
 
 class S3CheckpointManager(CheckpointManager):
-    """torchtitan's CheckpointManager for a folder on S3.
-
-    Checkpoints are called ``{folder}/step-{N}``, as torchtitan calls them. A save replaces what an earlier run left at
-    its step. A save that fails in the background is logged at once and raised by the next `save` or `close`.
+    """torchtitan's CheckpointManager for a folder on S3: checkpoints are ``{folder}/step-{N}``. A save replaces what an
+    earlier run left at its step. One that fails in the background is logged at once, and raised by the next `save` or
+    `close`.
 
     Raises:
         SettingsError: ``retention`` is not a policy, or the folder is not on S3.
@@ -101,11 +100,8 @@ class S3CheckpointManager(CheckpointManager):
                 retention = retain(self.folder, policy, self._settings)
             self._saves = Saves(self._ranks, self._settings, self.stager, retention=retention)
 
-        def refuse(failures: Failures) -> errors.CheckpointError:
-            why = f"no S3CheckpointManager is made: {name_failed(failures)}"
-            return errors.CheckpointError(why, url=self.folder)
-
-        self._ranks.agree(configure, refuse)
+        why = "no S3CheckpointManager is made: "
+        self._ranks.agree(configure, lambda found: errors.CheckpointError(why + name_failed(found), url=self.folder))
 
     # --- save ----------------------------------------------------------------------------------------
 
@@ -174,12 +170,8 @@ class S3CheckpointManager(CheckpointManager):
             return
         chosen, group = self._chosen, self._ranks.group
         local = chosen is not None and chosen.local
-        reader = S3StorageReader(
-            checkpoint_id,
-            include_uncommitted=local,
-            process_group=group,
-            settings=impatient(self._settings) if local else self._settings,
-        )
+        settings = impatient(self._settings) if local else self._settings
+        reader = S3StorageReader(checkpoint_id, include_uncommitted=local, process_group=group, settings=settings)
         wanted = self.sd_adapter.to_hf(state_dict) if from_hf else state_dict
         try:
             state_dict_loader.load(wanted, storage_reader=reader, planner=S3LoadPlanner(), process_group=group)

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.planner import LoadPlanner
 from dcp_s3 import errors
 from dcp_s3.coordination.processes import end_era
 from dcp_s3.events import Listener
-from dcp_s3.failures import left_by_load, name_failed, panel, real_causes
+from dcp_s3.failures import name_failed, panel, real_causes
 from dcp_s3.load.planner import S3LoadPlanner
 from dcp_s3.load.reader import S3StorageReader
 from dcp_s3.manager import arguments
@@ -53,9 +53,9 @@ def _restore_error(
     failures: Failures, url: str, step: int | None, rank: int | None, *, alone: bool = False
 ) -> errors.RestoreFailedError:
     what = f"the load of {url}" if step is None else f"the load of step {step} from {url}"
-    left = left_by_load(failures.values())
+    left = "the state may be partly loaded"
     if alone:  # the others do not learn of it
-        left = f"{left}{'; ' if left else ''}other ranks may have loaded it, so no other one is tried"
+        left += "; other ranks may have loaded it, so no other one is tried"
     text = panel(what, failures, left=left, resume="manager.restore(state, step=...) on all ranks" if alone else "")
     return errors.RestoreFailedError(text, url=url, step=step, failures=failures, rank=rank)
 

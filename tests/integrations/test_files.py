@@ -19,6 +19,7 @@ from dcp_s3 import errors
 from dcp_s3.format.control_files import DeletionList, ObjectEntry
 from dcp_s3.format.layout import deletion_object
 from dcp_s3.integrations.files import (
+    BLOCK,
     OpenFile,
     ReadStream,
     WriteStream,
@@ -118,11 +119,11 @@ def test_a_store_that_fails_stops_the_writer() -> None:
         write_all()
 
 
-def opened(data: bytes, *, committed: bytes | None = None) -> ReadStream:
+def opened(data: bytes, *, committed: bytes | None = None) -> io.BufferedReader:
     store = MemoryStore()
     store.put("file", data)
     crc = crc_hex(crc64nvme(data if committed is None else committed))
-    return ReadStream(OpenFile(store, "file", len(data), store.head("file").etag, crc))
+    return io.BufferedReader(ReadStream(OpenFile(store, "file", len(data), store.head("file").etag, crc)), BLOCK)
 
 
 @pytest.mark.parametrize("size", [0, 1, 2**20, 3 * 2**20 + 17])

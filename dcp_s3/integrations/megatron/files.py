@@ -45,7 +45,8 @@ class Files:
         self, settings: SettingsLike, is_enabled: Callable[[], bool], import_package: Callable[[], Any]
     ) -> None:
         self._settings, self._import_package = settings, import_package
-        self._held: dict[CheckpointURL, dict[str, bytes]] = {}
+        self.held: dict[CheckpointURL, dict[str, bytes]] = {}
+        """Files for the next save to a URL, by name."""
 
         def route(name: str, on_s3: Callable[..., Any], local: Callable[..., Any], at: int = 0) -> Callable[..., Any]:
             """What is called ``name`` in the package: ``on_s3`` if argument ``at`` is there, else the package's own, or
@@ -93,14 +94,6 @@ class Files:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._import_package(), name)  # an error of Megatron's if it is not there
 
-    def hold(self, url: CheckpointURL, name: str, data: bytes) -> None:
-        """Keep a file for the next save to ``url``."""
-        self._held.setdefault(url, {})[name] = data
-
-    def take(self, url: CheckpointURL) -> dict[str, bytes]:
-        """The files, by name, of the save to ``url`` that begins now. They are not held any more."""
-        return self._held.pop(url, {})
-
     def is_file(self, path: URLLike) -> bool:
         """Whether there is a file; whether a checkpoint has it, for those that belong to one."""
         directory, name = _split(path)
@@ -138,7 +131,7 @@ class Files:
     def _write(self, path: URLLike, data: bytes) -> None:
         directory, name = _split(path)
         if name in _ATTACHED:
-            self.hold(directory, name, data)
+            self.held.setdefault(directory, {})[name] = data
         else:
             self._store(directory).put(directory.key(name), data)
 
