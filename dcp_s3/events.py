@@ -5,10 +5,9 @@
     >>> subscription.close()
 
 ``on_event=`` of a writer, reader, stager or `CheckpointManager` gets only their own events. A subscriber is called in
-the thread in which the thing happens, so it should return soon: hand longer work to a thread of its own. What it raises
-is logged, once for each subscriber, and never fails a save or load. `dcp_s3.stats` has the sums.
-
-In an asynchronous save by ``AsyncCheckpointerType.PROCESS`` the other process does the work: subscribe there.
+the thread in which the thing happens, and should return soon. What it raises is logged, once for each subscriber, and
+never fails a save or load. In an asynchronous save by ``AsyncCheckpointerType.PROCESS`` the other process does the
+work: subscribe there. `dcp_s3.stats` has the sums.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Failures: how errors leave dcp_s3 for DCP and for other processes, and what failed on which ranks, for people.
 
 DCP sends the traceback of each rank's error to all ranks, and each prints all of them. The message of a dcp_s3 error
-says what happened and what to do about it. So the error leaves without frames, and without the errors of botocore and
-urllib3 that caused it. Those are in the log, at level DEBUG. Any other exception keeps its frames.
+says it all: it leaves without frames and causes, which are in the log, at level DEBUG. Others keep their frames.
 """
 
 from __future__ import annotations
@@ -113,10 +112,8 @@ def left_by_save(causes: Iterable[BaseException]) -> str:
 
 
 def called_by_dcp(method: F) -> F:
-    """Decorate a method of a writer, reader or planner that DCP calls: its errors leave without their frames.
-
-    The object's ``_tell_failed``, if it has one, is told of each.
-    """
+    """Decorate a method of a writer, reader or planner that DCP calls: its errors leave without their frames, and the
+    object's ``_tell_failed``, if it has one, is told of each."""
 
     @functools.wraps(method)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -57,11 +57,7 @@ def register(*, overwrite: bool = False, settings: SettingsLike = None) -> None:
 
 
 def unregister() -> None:
-    """Undo `register`. Further calls change nothing.
-
-    >>> register()
-    >>> unregister()
-    """
+    """Undo `register`. Further calls change nothing."""
     global _registration
     _registration = None
 

@@ -217,19 +217,10 @@ class ReadStream(io.RawIOBase):
 
 
 def put_record(
-    store: Store,
-    url: CheckpointURL,
-    rank: int,
-    nonce: str,
-    files: Iterable[ObjectEntry] | None = None,
-    *,
-    of: str | None = None,
+    store: Store, url: CheckpointURL, rank: int, nonce: str, files: Iterable[ObjectEntry] | None = None, of: str = ""
 ) -> None:
-    """Write what a rank has written in this save, whose random id is ``nonce``; None: it is still writing.
-
-    Args:
-        of: rank 0's nonce.
-    """
+    """Record what a rank has written in this save, whose random id is ``nonce``; ``files`` None: it is still writing.
+    ``of`` is rank 0's nonce."""
     entries = None if files is None else [[each.path, each.size, each.crc64nvme] for each in files]
     data = json.dumps({"format_version": 1, "nonce": nonce, "of": of, "files": entries}).encode()
     store.put(url.key(f"{FILES_PREFIX}{rank}.json"), data)

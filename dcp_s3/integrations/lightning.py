@@ -7,8 +7,7 @@
 ... )
 >>> trainer.fit(model, ckpt_path="last")
 
-Lightning decides which checkpoints to save and to remove. Import this before a ModelCheckpoint with an s3://
-``dirpath`` is made: where s3fs is not installed, this module tells Lightning which checkpoints lie there.
+Import this before a ModelCheckpoint with an s3:// ``dirpath`` is made: without s3fs it tells Lightning what is there.
 """
 
 # ruff: noqa: E402
@@ -55,9 +54,6 @@ from dcp_s3.settings import SettingsLike, resolve_settings
 from dcp_s3.stage.stager import S3Stager
 from dcp_s3.url import is_s3_url, parse_url
 
-# Private names of Lightning that are used here: `ModelCheckpoint._fs`, the filesystem in which it looks for its
-# checkpoints; `ModelParallelStrategy._save_distributed_checkpoint`, an argument.
-
 __all__ = ["S3ModelParallelStrategy"]
 
 _META = "meta.pt"  # the name that Lightning's own strategies give it
@@ -100,7 +96,7 @@ class S3ModelParallelStrategy(ModelParallelStrategy):
         self._saves = self._make_saves()
         for callback in trainer.checkpoint_callbacks:
             if isinstance(callback, ModelCheckpoint) and find_url(callback.dirpath) is not None:
-                # Also beside s3fs, which knows neither what is committed nor what is under way.
+                # Private. Also beside s3fs, which knows neither what is committed nor what is under way.
                 callback._fs = CheckpointFiles(self._saves)
 
     def save_checkpoint(
@@ -174,10 +170,8 @@ class S3ModelParallelStrategy(ModelParallelStrategy):
         return checkpoint
 
     def remove_checkpoint(self, filepath: str | os.PathLike[str]) -> None:
-        """Remove a checkpoint: during `Trainer.fit` in the background, when the save before is committed.
-
-        As with local paths, one that `Trainer.fit` began from, or of another run, stays.
-        """
+        """Remove a checkpoint: during `Trainer.fit` in the background, when the save before is committed. As with local
+        paths, one that `Trainer.fit` began from, or of another run, stays."""
         url = find_url(filepath)
         if url is None:
             super().remove_checkpoint(filepath)
@@ -191,11 +185,7 @@ class S3ModelParallelStrategy(ModelParallelStrategy):
                 saves.remove(url)
 
     def teardown(self) -> None:
-        """Wait for the saves under way.
-
-        Raises:
-            SaveFailedError: one of them failed.
-        """
+        """Wait for the saves under way. Raises SaveFailedError if one failed."""
         saves, self._saves = self._saves, None  # Lightning calls this once more after an error
         try:
             if saves is not None:
@@ -210,15 +200,13 @@ class S3ModelParallelStrategy(ModelParallelStrategy):
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         return dict(get_optimizer_state_dict(self.model, getattr(optimizer, "optimizer", optimizer)))
 
+    def _working_saves(self) -> contextlib.AbstractContextManager[Saves]:
+        """Those of `Trainer.fit`; outside of it new ones, which have ended afterwards."""
+        return contextlib.closing(self._make_saves()) if self._saves is None else contextlib.nullcontext(self._saves)
+
     def _make_saves(self) -> Saves:
         # ModelCheckpoint saves a step twice: one of the best, and the last.
         return Saves(self._ranks, self.settings, S3Stager(self.settings), background=self._background, queue=1)
-
-    def _working_saves(self) -> contextlib.AbstractContextManager[Saves]:
-        """Those of `Trainer.fit`; outside of it new ones, which have ended afterwards."""
-        if self._saves is not None:
-            return contextlib.nullcontext(self._saves)
-        return contextlib.closing(self._make_saves())
 
 
 # --- what Lightning sees ----------------------------------------------------------------------------------
@@ -267,11 +255,8 @@ if find_spec("s3fs") is None:
 
 
 def find_url(path: str | os.PathLike[str] | None) -> str | None:
-    """The S3 URL that Lightning means by a path; None if it is another path.
-
-    Raises:
-        InvalidURLError: Lightning took an S3 URL for a local path.
-    """
+    """The S3 URL that Lightning means by a path; None if it is another path. InvalidURLError if Lightning took an S3
+    URL for a local path."""
     text = os.fspath(path or "")
     if text.startswith(_CHAINED):
         text = _text(text)

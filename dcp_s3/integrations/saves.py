@@ -118,20 +118,13 @@ class Saves:
         return started.begun
 
     def wait(self) -> None:
-        """Wait for the saves under way.
-
-        Raises:
-            SaveFailedError: the last of them that failed, with the earlier ones as its context.
-        """
+        """Wait for the saves under way. Raises SaveFailedError: of the last that failed, with the earlier ones as its
+        context."""
         self.in_flight.settle()
         self.in_flight.raise_failure()
 
     def close(self) -> None:
-        """Wait for the saves under way, then for what is to be deleted. Then free the buffers.
-
-        Raises:
-            SaveFailedError: a save failed.
-        """
+        """Wait for the saves under way and for what is to be deleted, and free the buffers. Raises SaveFailedError."""
         try:
             self.wait()
         finally:
@@ -143,9 +136,7 @@ class Saves:
 
     def remove(self, url: str) -> None:
         """Remove a checkpoint in the background, when the last save before this call is committed. The first rank does.
-
-        It stays if it is pinned or being read, with a warning in the log.
-        """
+        It stays if it is pinned or being read, with a warning in the log."""
         if self._ranks.is_first:
             is_newest = self._last.get(url) == self._begun
             self._removals[url] = self._begun + 1 if is_newest else self._begun

@@ -1,8 +1,5 @@
 """torch-checkpointing on S3: give its CheckpointManager an `S3StorageConfig`, and `commit` as ``finalize_callback``.
-
-A directory right below the root is a checkpoint. Once its ``.metadata`` is there, it exists, and is
-listed, pruned and verified like any other. See docs/torch-checkpointing.md.
-"""
+See docs/torch-checkpointing.md."""
 
 from __future__ import annotations
 
@@ -78,12 +75,19 @@ def commit(args: CallbackArgs) -> None:
     Raises:
         CheckpointExistsError, TransferError, StorageError: it is not committed with what this rank has written.
     """
-    if not isinstance(args.storage, S3Storage):
+    storage = args.storage
+    if not isinstance(storage, S3Storage):
         raise errors.SaveProtocolError(
-            f"commit needs S3Storage, and the storage is {type(args.storage).__name__}. Remedy: give the "
-            "CheckpointManager storage_config=S3StorageConfig(...)"
+            f"commit needs S3Storage, and the storage is {type(storage).__name__}. Remedy: give the CheckpointManager "
+            "storage_config=S3StorageConfig(...)"
         )
-    args.storage.commit(Path(args.path))
+    name = storage._checkpoint(Path(args.path))
+    (nonce, files), url = storage._begin(name), storage._root.child(name)
+    wait = storage._settings.stall_timeout or float("inf")
+    try:
+        publish_files(storage._store, url, storage._rank, storage._world_size, nonce, files.values(), wait)
+    finally:
+        storage._writing.pop(name)
 
 
 class S3Storage(Storage):
@@ -144,16 +148,6 @@ class S3Storage(Storage):
                 self._writing[name] = nonce, {}
             return self._writing[name]
 
-    def commit(self, path: Path) -> None:
-        """See `commit`, the function."""
-        name = self._checkpoint(path)
-        (nonce, files), url = self._begin(name), self._root.child(name)
-        wait = self._settings.stall_timeout or float("inf")
-        try:
-            publish_files(self._store, url, self._rank, self._world_size, nonce, files.values(), wait)
-        finally:
-            self._writing.pop(name)
-
     # --- changing ---------------------------------------------------------------------------------------
 
     def rename(
@@ -168,9 +162,7 @@ class S3Storage(Storage):
         """Delete a checkpoint, its commit first. What was not committed is left for `prune`.
 
         Raises:
-            CheckpointProtectedError: it is pinned, or somebody reads it.
-            CheckpointNotFoundError: there is none.
-            SaveProtocolError: it is part of one.
+            CheckpointProtectedError, CheckpointNotFoundError
         """
         name = self._checkpoint(path)
         self._writing.pop(name, None)

@@ -1,8 +1,5 @@
 """torchtitan on S3: `S3CheckpointManager` takes the place of torchtitan's CheckpointManager in ``config.checkpoint``.
-
-torchtitan decides when to save and load which states, this decides how: with our writer, reader and stager, the newest
-checkpoint from our catalog, and our retention, which runs after commits. See docs/torchtitan.md.
-"""
+torchtitan decides when to save and load which states, this decides how. See docs/torchtitan.md."""
 
 from __future__ import annotations
 

@@ -167,7 +167,8 @@ class MegatronS3Writer(S3StorageWriter):
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Check the URL. A failure is kept: Megatron has other ranks wait for this one's plan."""
         with self._failure_kept():
-            return plan if self._failure is not None else super().prepare_local_plan(plan)
+            if self._failure is None:
+                return super().prepare_local_plan(plan)
         return plan
 
     def prepare_decentralized_global_plan(self, local_plan: SavePlan) -> SavePlan:
@@ -228,11 +229,8 @@ class MegatronS3Writer(S3StorageWriter):
 
 
 def finalize(writer: MegatronS3Writer, metadata: Metadata | None, ranks_of_save: Any) -> None:
-    """Commit when every rank has written. Takes the place of Megatron's ``save_state_dict_async_finalize``.
-
-    That one leaves the other ranks waiting if the commit fails, and tells them no cause of any failure.
-
-    ``metadata`` is None on ranks other than the coordinator.
+    """Commit when every rank has written. Takes the place of Megatron's ``save_state_dict_async_finalize``, which
+    leaves the other ranks waiting if the commit fails. ``metadata`` is None on ranks other than the coordinator.
 
     Raises:
         CheckpointException: on all ranks, with the cause of each that failed.

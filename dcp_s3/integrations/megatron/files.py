@@ -35,11 +35,8 @@ _ATTACHED = frozenset({COMMON_STATE_FNAME, CONFIG_FNAME})
 
 
 class Files:
-    """What Megatron takes for the package multistorageclient. On S3, files are read and written whole.
-
-    Args:
-        is_enabled, import_package: whether the real package is there and enabled, and what imports it.
-    """
+    """What Megatron takes for the package multistorageclient; ``is_enabled`` and ``import_package`` are the real one's.
+    On S3, files are read and written whole."""
 
     def __init__(
         self, settings: SettingsLike, is_enabled: Callable[[], bool], import_package: Callable[[], Any]
@@ -113,12 +110,7 @@ class Files:
         return [key[len(prefix) :].rstrip("/") for key in (*(each.key for each in found.objects), *found.prefixes)]
 
     def _open(self, path: URLLike, mode: str = "rb", **_: Any) -> IO[Any]:
-        """A file as `open` gives it. What is written is stored when it is closed.
-
-        Raises:
-            FileNotFoundError: there is none to read.
-            ValueError: the mode is one for both reading and writing.
-        """
+        """A file as `open` gives it. What is written is stored when it is closed."""
         kind, is_text = mode.replace("b", "").replace("t", ""), "b" not in mode
         if kind not in ("r", "w", "a"):
             raise ValueError(f"{parse_url(path)} cannot be opened with mode {mode!r}: files on S3 are written whole")
