@@ -1,5 +1,4 @@
-"""Accelerate: everything that `Accelerator.save_state` saves, as one state for `CheckpointManager`, so that it commits
-once.
+"""Accelerate: everything that `Accelerator.save_state` saves, as one state that commits once.
 
 >>> from dcp_s3.integrations.accelerate import training_state
 >>> state = training_state(accelerator)
@@ -7,28 +6,21 @@ once.
 ...     step = manager.restore(state) or 0
 ...     manager.save(step + 1000, state)
 
-Saved are models, optimizers, schedulers, the gradient scaler, registered objects, dataloaders, the random number
-generators of every rank and the count of micro-batches. All of it loads on another number of ranks, and into a plain,
-DDP or FSDP2 model, whichever it was saved from.
+It loads on another number of ranks, and into a plain, DDP or FSDP2 model, whichever it was saved from.
 """
 
 from __future__ import annotations
 
 import logging
 import random
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
+from torch.distributed.checkpoint import state_dict as states
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 
@@ -47,16 +39,17 @@ from accelerate.utils import extract_model_from_parallel  # noqa: E402
 
 logger = logging.getLogger(__name__)
 
+# The private attributes of Accelerator (1.15) that are read here: it has no public list of what it has prepared.
 PRIVATE = ("_models", "_optimizers", "_schedulers", "_dataloaders", "_custom_objects")
-"""The private attributes of Accelerator (1.15) that are read here: it has no public list of what it has prepared."""
 
 
 def training_state(accelerator: Accelerator) -> dict[str, Stateful]:
     """All that an accelerator has prepared, as a state for `CheckpointManager`, `dcp.save` and `dcp.load`.
 
-    Entries are ``model``, ``optimizer`` (``model_1``, ``optimizer_1`` and so on for further ones) and ``training`` for
-    everything else. Make it when everything is prepared and registered; it can be used for any number of saves. It
-    loads if there are as many models, optimizers and so on as were saved, in the same order.
+    Entries are ``model``, ``optimizer`` (``model_1``, ``optimizer_1`` and so on for further ones) and ``training``: the
+    schedulers, the gradient scaler, registered objects, dataloaders, the random number generators of every rank and the
+    count of micro-batches. Make it when everything is prepared and registered; it can be used for any number of saves.
+    It loads if there are as many models, optimizers and so on as were saved, in the same order.
 
     Raises:
         CheckpointError: the accelerator uses DeepSpeed, Megatron-LM or XLA.
@@ -89,27 +82,27 @@ def all_ranks() -> Ranks:
 
 
 class ModelPart(Stateful):
-    """The parameters and buffers of a model: plain, DDP, FSDP2 or other DTensors. Names are the module's own, without
-    what wrappers put before them, so that each of these loads what another one has saved. Of a model with PEFT adapters
-    these alone, and what else is trained: the base model's frozen parameters stay as they are."""
+    """The parameters and buffers of a model: plain, DDP, FSDP2 or other DTensors, by the module's own names, so that
+    each of these loads what another one has saved. With PEFT adapters: these, and what else is trained."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.adapters = frozenset(getattr(extract_model_from_parallel(model), "peft_config", ()))
 
     def state_dict(self) -> dict[str, Any]:
-        state = get_model_state_dict(self.model)
-        if self.adapters:
-            trained = get_model_state_dict(self.model, options=StateDictOptions(ignore_frozen_params=True))
-            state = {
-                name: value
-                for name, value in state.items()
-                if name in trained or not self.adapters.isdisjoint(name.split("."))
-            }
-        return dict(state)
+        state = dict(states.get_model_state_dict(self.model))
+        if not self.adapters:
+            return state
+        parameters = extract_model_from_parallel(self.model).named_parameters(remove_duplicate=False)
+        trained = {_WRAPPERS.sub("", name) for name, each in parameters if each.requires_grad}
+        kept = (name for name in state if name in trained or not self.adapters.isdisjoint(name.split(".")))
+        return {name: state[name] for name in kept}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        set_model_state_dict(self.model, state_dict, options=StateDictOptions(strict=not self.adapters))
+        states.set_model_state_dict(self.model, state_dict, options=states.StateDictOptions(strict=not self.adapters))
+
+
+_WRAPPERS = re.compile(r"\b(_checkpoint_wrapped_module|_orig_mod|_fsdp_wrapped_module)\.")
 
 
 class OptimizerPart(Stateful):
@@ -128,10 +121,10 @@ class OptimizerPart(Stateful):
         self.model = owners[0] if len(owners) == 1 else nn.ModuleList(owners)
 
     def state_dict(self) -> dict[str, Any]:
-        return dict(get_optimizer_state_dict(self.model, self.optimizer))
+        return dict(states.get_optimizer_state_dict(self.model, self.optimizer))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        set_optimizer_state_dict(self.model, self.optimizer, state_dict)
+        states.set_optimizer_state_dict(self.model, self.optimizer, state_dict)
 
 
 class TrainingPart(Stateful):
@@ -256,22 +249,22 @@ def _sources_of_chance(loader: Any) -> tuple[SeedableRandomSampler | None, torch
 
 def rng_state(device: torch.device) -> dict[str, Any]:
     """The states of this rank's generators: Python's, numpy's, and torch's on the CPU and ``device``."""
-    states = {"python": random.getstate(), "torch": torch.get_rng_state(), "numpy": numpy.random.get_state()}
+    found = {"python": random.getstate(), "torch": torch.get_rng_state(), "numpy": numpy.random.get_state()}
     if device.type != "cpu":
-        states[device.type] = torch.get_device_module(device).get_rng_state()
-    return states
+        found[device.type] = torch.get_device_module(device).get_rng_state()
+    return found
 
 
 def set_rng_state(rank: int, saved: Sequence[Mapping[str, Any]], device: torch.device) -> None:
     """Restore what `rng_state` has returned on each rank. A rank that did not exist gets the state that all ranks had;
     if they had different ones (by torch's generator on the CPU), it keeps its own: no rank may draw another's numbers.
     """
-    if rank >= len(saved) and not all(torch.equal(states["torch"], saved[0]["torch"]) for states in saved):
+    if rank >= len(saved) and not all(torch.equal(each["torch"], saved[0]["torch"]) for each in saved):
         logger.warning("rank %d was not saved: its random number generators stay as they were seeded", rank)
         return
-    states = saved[rank if rank < len(saved) else 0]
-    random.setstate(states["python"])
-    torch.set_rng_state(states["torch"])
-    numpy.random.set_state(states["numpy"])
-    if device.type in states:
-        torch.get_device_module(device).set_rng_state(states[device.type])
+    found = saved[rank if rank < len(saved) else 0]
+    random.setstate(found["python"])
+    torch.set_rng_state(found["torch"])
+    numpy.random.set_state(found["numpy"])
+    if device.type in found:
+        torch.get_device_module(device).set_rng_state(found[device.type])

@@ -32,13 +32,9 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
+from torch.distributed.checkpoint import state_dict as states
 from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict import (
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
 
 from dcp_s3 import errors
 from dcp_s3.checkpoint.info import CheckpointInfo
@@ -165,7 +161,7 @@ class S3ModelParallelStrategy(ModelParallelStrategy):
             raise load_error(error, url) from error
         self.model.load_state_dict(state["state_dict"], strict=strict)
         for name, each in optimizers.items():
-            set_optimizer_state_dict(self.model, each, optim_state_dict=state[name])
+            states.set_optimizer_state_dict(self.model, each, optim_state_dict=state[name])
         checkpoint: dict[str, Any] = torch.load(io.BytesIO(meta), weights_only=safe)
         return checkpoint
 
@@ -195,10 +191,10 @@ class S3ModelParallelStrategy(ModelParallelStrategy):
 
     # Lightning's own copy to the host first. Here the stager does it, once.
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        return dict(get_model_state_dict(self.model))
+        return dict(states.get_model_state_dict(self.model))
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        return dict(get_optimizer_state_dict(self.model, getattr(optimizer, "optimizer", optimizer)))
+        return dict(states.get_optimizer_state_dict(self.model, getattr(optimizer, "optimizer", optimizer)))
 
     def _working_saves(self) -> contextlib.AbstractContextManager[Saves]:
         """Those of `Trainer.fit`; outside of it new ones, which have ended afterwards."""

@@ -40,15 +40,9 @@ class Saves:
     """
 
     def __init__(
-        self,
-        ranks: Ranks,
-        settings: Settings,
-        stager: S3Stager,
-        *,
-        background: Ranks | None = None,
-        queue: int = 0,
-        retention: BackgroundRetention | None = None,
-    ) -> None:
+        self, ranks: Ranks, settings: Settings, stager: S3Stager, *,
+        background: Ranks | None = None, queue: int = 0, retention: BackgroundRetention | None = None,
+    ) -> None:  # fmt: skip
         self._ranks, self._settings, self._stager = ranks, settings, stager
         self._background, self._queues = background or ranks, queue > 0
         self._retention = retention

@@ -16,17 +16,7 @@ from typing_extensions import Buffer
 from dcp_s3 import errors, process
 from dcp_s3.format.control_files import ObjectEntry
 from dcp_s3.format.layout import FILES_PREFIX, METADATA, is_attachment_name, new_save_id
-from dcp_s3.integrations import require
-from dcp_s3.integrations.files import (
-    BLOCK,
-    OpenFile,
-    ReadStream,
-    WriteStream,
-    damaged_error,
-    find_files,
-    publish_files,
-    put_record,
-)  # fmt: skip
+from dcp_s3.integrations import files, require
 from dcp_s3.memory import crc_hex
 from dcp_s3.retention.prune import remove
 from dcp_s3.s3.store import store_of
@@ -82,10 +72,10 @@ def commit(args: CallbackArgs) -> None:
             "storage_config=S3StorageConfig(...)"
         )
     name = storage._checkpoint(Path(args.path))
-    (nonce, files), url = storage._begin(name), storage._root.child(name)
+    (nonce, written), url = storage._begin(name), storage._root.child(name)
     wait = storage._settings.stall_timeout or float("inf")
     try:
-        publish_files(storage._store, url, storage._rank, storage._world_size, nonce, files.values(), wait)
+        files.publish_files(storage._store, url, storage._rank, storage._world_size, nonce, written.values(), wait)
     finally:
         storage._writing.pop(name)
 
@@ -103,25 +93,25 @@ class S3Storage(Storage):
         self._rank, self._world_size = config.rank, config.world_size
         # Random id of each save that this process takes part in, and the files that it has written, by relative path.
         self._writing: dict[str, tuple[str, dict[str, ObjectEntry]]] = {}
-        self._open: dict[Path, OpenFile] = {}
+        self._open: dict[Path, files.OpenFile] = {}
         self._lock = threading.Lock()
 
     # --- writing ----------------------------------------------------------------------------------------
 
-    def get_write_stream(self, path: Path, data: object) -> WriteStream:
+    def get_write_stream(self, path: Path, data: object) -> files.WriteStream:
         """The stream for ``data``; the memory of its tensors is sent without copies."""
         name, rest = self._split(path)
         if not is_attachment_name(rest):
             raise OSError(errno.EINVAL, "no file of a checkpoint can have this name", str(path))
-        _, files = self._begin(name)
+        _, written = self._begin(name)
 
         def done(stored: StreamedObject) -> None:
             crc = None if stored.crc64nvme is None else crc_hex(stored.crc64nvme)
-            files[rest] = ObjectEntry(rest, stored.size, crc)
+            written[rest] = ObjectEntry(rest, stored.size, crc)
 
-        return WriteStream(self._store, self._root.child(name).key(rest), data, done)
+        return files.WriteStream(self._store, self._root.child(name).key(rest), data, done)
 
-    def stream_write(self, path: Path) -> WriteStream:
+    def stream_write(self, path: Path) -> files.WriteStream:
         return self.get_write_stream(path, None)
 
     def write(self, path: Path, data: Buffer) -> None:
@@ -144,7 +134,7 @@ class S3Storage(Storage):
                 url, nonce = self._root.child(name), new_save_id()
                 if self._store.exists(url.key(METADATA)):
                     raise FileExistsError(errno.EEXIST, "it is committed: delete it first", str(url))
-                put_record(self._store, url, self._rank, nonce)
+                files.put_record(self._store, url, self._rank, nonce)
                 self._writing[name] = nonce, {}
             return self._writing[name]
 
@@ -175,9 +165,9 @@ class S3Storage(Storage):
         file = self._open.get(path) or self._look(path)
         if read_args is None or read_args.pre_read_full_file:
             return io.BytesIO(file.read_whole())  # type: ignore[return-value]
-        return io.BufferedReader(ReadStream(file), BLOCK)  # type: ignore[return-value]
+        return io.BufferedReader(files.ReadStream(file), files.BLOCK)  # type: ignore[return-value]
 
-    def _look(self, path: Path) -> OpenFile:
+    def _look(self, path: Path) -> files.OpenFile:
         """Open a file. What was committed is compared with what is there."""
         name, rest = self._split(path)
         entry, key = (self._entries(name) or {}).get(rest), self._root.child(name).key(rest)
@@ -185,8 +175,8 @@ class S3Storage(Storage):
             raise FileNotFoundError(errno.ENOENT, "no such file", str(path))
         head = self._store.head(key, checksum=entry.crc64nvme is not None)
         if head.size != entry.size or (head.crc64nvme and entry.crc64nvme not in (None, head.crc64nvme)):
-            raise damaged_error(self._root.bucket, key)
-        self._open[path] = OpenFile(self._store, key, head.size, head.etag, entry.crc64nvme)
+            raise files.damaged_error(self._root.bucket, key)
+        self._open[path] = files.OpenFile(self._store, key, head.size, head.etag, entry.crc64nvme)
         return self._open[path]
 
     def getsize(self, path: Path) -> int:
@@ -231,7 +221,7 @@ class S3Storage(Storage):
         if name in self._writing:
             return self._writing[name][1]
         url = self._root.child(name)
-        if (committed := find_files(self._store, url)) is not None:
+        if (committed := files.find_files(self._store, url)) is not None:
             return committed
         skip = len(url.key(""))
         found = {each.key[skip:]: each.size for each in self._store.list(url.key("")).objects}

@@ -104,13 +104,9 @@ class S3CheckpointManager(CheckpointManager):
 
     @torch.no_grad()
     def dcp_save(
-        self,
-        state_dict: dict[str, Any],
-        checkpoint_id: str,
-        async_mode: AsyncMode,
-        enable_garbage_collection: bool = False,
-        to_hf: bool = False,
-    ) -> Any:
+        self, state_dict: dict[str, Any], checkpoint_id: str, async_mode: AsyncMode,
+        enable_garbage_collection: bool = False, to_hf: bool = False,
+    ) -> Any:  # fmt: skip
         """Save to S3. Returns what torchtitan's does in each mode: None, a Future, or an AsyncSaveResponse."""
         # In threads of this process: another process, as torchtitan has for pinned memory, takes 10 s to start, and
         # gains nothing, because uploads run outside of Python's lock.

@@ -4,8 +4,7 @@
 >>> trainer = S3Trainer(model=model, args=args, train_dataset=data, checkpoint_root="s3://bucket/run")
 >>> trainer.train(resume_from_checkpoint=True)
 
-A TrainerCallback cannot do this: ``on_save`` comes after the Trainer has written its files, and when ``on_train_begin``
-comes it has decided where in the data it begins.
+A TrainerCallback cannot do this: ``on_save`` comes after the Trainer has written its files.
 """
 
 from __future__ import annotations
@@ -46,9 +45,8 @@ else:
 class S3Checkpoints(_AnyTrainer):
     """Puts the checkpoints of a Trainer on S3: ``class MyTrainer(S3Checkpoints, SFTTrainer): pass``.
 
-    They are saved when the Trainer saves (``save_strategy``, ``save_steps``), in the background, each of them whole or
-    not at all: model, optimizer, scheduler, gradient scaler, random number generators and the TrainerState. The
-    evaluation's metrics of that step are stored with it, for retention and ``dcp-s3 ls``.
+    They are saved when the Trainer saves, in the background: model, optimizer, scheduler, gradient scaler, random
+    number generators and the TrainerState, with what was logged of that step as metrics.
 
     ``train(resume_from_checkpoint=True)`` goes on from the latest, on any number of ranks, and begins anew if there is
     none yet; a number is a step under the root. No checkpoint under the root may be later than the step at which the

@@ -329,7 +329,8 @@ def test_accelerate_saves_every_kind_of_adapter_and_loads_it(alone: Path, kind: 
     for path in Path("stock").rglob("adapter_model.safetensors"):
         with safe_open(path, "pt") as file:
             stock += sum(file.get_tensor(name).nbytes for name in file.keys())  # noqa: SIM118
-    assert sum(tensor.nbytes for tensor in read_tensors(f"{ROOT}/step-1", "model.*").values()) == stock
+    saved = sum(tensor.nbytes for tensor in read_tensors(f"{ROOT}/step-1", "model.*").values())
+    assert saved == stock if kind != "vera" else saved < 3 * stock  # whose projections are in every layer
     accelerator.free_memory()
 
     accelerator, model = changed(2)

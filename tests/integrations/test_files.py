@@ -89,6 +89,15 @@ def test_what_is_written_is_what_torch_saves_from_the_tensors_memory() -> None:
     assert store.addresses == [value["a"][0].data_ptr(), whole.data_ptr()]
 
 
+def test_long_writes_that_are_no_tensors_memory_are_sent_too() -> None:
+    store, data = MemoryStore(), random.Random(2).randbytes(2**20)
+    tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    with WriteStream(store, "file", tensor[: 2**19], lambda _: None) as stream:
+        for part in (data[::-1], tensor.numpy(), data):
+            stream.write(part)
+    assert store.get("file").data == data[::-1] + data + data
+
+
 @pytest.mark.parametrize("how", ["an error in the block", "forgotten"])
 def test_a_stream_that_is_given_up_leaves_nothing(how: str) -> None:
     store, done = MemoryStore(), list[StreamedObject]()

@@ -1,8 +1,4 @@
-"""Megatron-Core's `dist_checkpointing` on s3://. The page docs/megatron.md says how to use it.
-
->>> from dcp_s3.integrations import megatron
->>> megatron.install()
->>> dist_checkpointing.save(sharded_state_dict, "s3://bucket/run/iter_0001000")
+"""Megatron-Core's `dist_checkpointing` on s3://, after `install`. See docs/megatron.md.
 
 Megatron plans in the trainer. It writes there (a synchronous save), in a forked process, or in a spawned one that stays
 (persistent), and commits in the trainer. What goes to that process is this rank's `Save`, its plan and its data.
@@ -125,10 +121,8 @@ class Prepared(NamedTuple):
 
 
 class MegatronS3Writer(S3StorageWriter):
-    """Writes one checkpoint to S3 as Megatron's saves ask for it. A checkpoint that is there is replaced.
-
-    A failure while a save is planned is kept until its results are asked for: there it is raised on every rank, and
-    none waits for the one that failed.
+    """Writes one checkpoint to S3 as Megatron's saves ask for it. A checkpoint that is there is replaced. A failure
+    while a save is planned is raised when its results are asked for, on every rank: none waits for another.
 
     Args:
         checkpoint_dir: ``s3://bucket/prefix`` of the checkpoint, as text or as a path.
