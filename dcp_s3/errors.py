@@ -54,14 +54,10 @@ class InvalidURLError(DcpS3Error, ValueError):
     """A checkpoint URL is not of the form ``s3://bucket/prefix``, or there is none."""
 
 
-# --- storage -------------------------------------------------------------------------------------
-
-
 class StorageError(DcpS3Error):
     """A request to S3 failed, and retrying did not help or would not."""
 
     bucket: str = ""
-    """The bucket."""
     key: str = ""
     """The object key or prefix; empty for requests to the bucket itself."""
     operation: str = ""
@@ -107,9 +103,6 @@ class PreconditionFailedError(StorageError):
     """A conditional request (If-None-Match, If-Match) was refused: the object is not in the expected state."""
 
 
-# --- copies of the state, on this host -------------------------------------------------------------
-
-
 class ShardingError(DcpS3Error, ValueError):
     """Shards that a caller describes do not fit their tensor, each other, or those of the other ranks."""
 
@@ -124,9 +117,6 @@ class StagingError(DcpS3Error):
 
 class SpillError(DcpS3Error):
     """The spill directory cannot take the data: it is full, over its limit, or not writable."""
-
-
-# --- checkpoints ---------------------------------------------------------------------------------
 
 
 class CheckpointError(DcpS3Error):
@@ -176,7 +166,6 @@ class StepFailedError(CheckpointError):
     """Base of what a `CheckpointManager` raises."""
 
     step: int | None = None
-    """The step."""
     failures: Mapping[int, BaseException] = {}
     """The causes by rank."""
     rank: int | None = None
@@ -189,9 +178,6 @@ class SaveFailedError(StepFailedError):
 
 class RestoreFailedError(StepFailedError):
     """A `CheckpointManager` could not load a checkpoint. The state may be partly loaded."""
-
-
-# --- loading -------------------------------------------------------------------------------------
 
 
 class PeerReadError(CheckpointError):

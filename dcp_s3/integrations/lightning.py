@@ -33,17 +33,13 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.distributed.checkpoint import state_dict as states
-from torch.distributed.checkpoint import state_dict_loader
-from torch.distributed.checkpoint.api import CheckpointException
 
 from dcp_s3 import errors
 from dcp_s3.checkpoint.info import CheckpointInfo
 from dcp_s3.checkpoint.look import inspect
-from dcp_s3.integrations.saves import Saves
-from dcp_s3.load.planner import S3LoadPlanner
+from dcp_s3.integrations.saves import Saves, load_state
 from dcp_s3.load.reader import S3StorageReader
 from dcp_s3.manager.agree import Ranks
-from dcp_s3.manager.restore import load_error
 from dcp_s3.retention.catalog import list_checkpoints
 from dcp_s3.s3.store import store_of
 from dcp_s3.settings import SettingsLike, resolve_settings
@@ -143,22 +139,17 @@ class S3ModelParallelStrategy(ModelParallelStrategy):
         if url is None:
             loaded: dict[str, Any] = super().load_checkpoint(checkpoint_path, weights_only)
             return loaded
-        group, safe = self._ranks.group, weights_only is not False
+        safe = weights_only is not False
         strict, fitting = self.lightning_module.strict_loading, self.lightning_module.trainer.state.fn
         if self._saves is not None:
             self._saves.wait()
         meta = self._ranks.from_first(lambda: S3StorageReader(url, settings=self.settings).attachment(_META))
-        reader = S3StorageReader(url, weights_only=safe, process_group=group, settings=self.settings)
         # Optimizers of an earlier `Trainer.fit` have no use for a state.
         used = self.optimizers if fitting == TrainerFn.FITTING else []
         optimizers = {f"optimizer_{number}": each for number, each in enumerate(used)}
         state = {name: self.optimizer_state(each) for name, each in optimizers.items()}
         state["state_dict"] = self.lightning_module_state_dict()
-        planner = S3LoadPlanner(allow_partial_load=not strict)
-        try:
-            state_dict_loader.load(state, storage_reader=reader, process_group=group, planner=planner)
-        except CheckpointException as error:
-            raise load_error(error, url) from error
+        load_state(url, state, self._ranks.group, self.settings, partial=not strict, weights_only=safe)
         self.model.load_state_dict(state["state_dict"], strict=strict)
         for name, each in optimizers.items():
             states.set_optimizer_state_dict(self.model, each, optim_state_dict=state[name])

@@ -8,13 +8,18 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from torch.distributed.checkpoint import state_dict_saver
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.api import CheckpointException
 
 from dcp_s3 import errors
 from dcp_s3.failures import name_failed
+from dcp_s3.format.layout import step_of
+from dcp_s3.load.planner import S3LoadPlanner
+from dcp_s3.load.reader import S3StorageReader
 from dcp_s3.manager.agree import Failures, Ranks
 from dcp_s3.manager.background import BackgroundRetention, WaitCommitted, commit_of
 from dcp_s3.manager.inflight import BeginUpload, SaveInFlight, SavesInFlight, save_in_background, stage_save
+from dcp_s3.manager.restore import load_error
 from dcp_s3.retention.prune import remove
 from dcp_s3.save.writer import S3StorageWriter
 from dcp_s3.settings import Settings
@@ -166,3 +171,15 @@ class Saves:
                 except errors.CheckpointProtectedError as error:
                     logger.warning("%s", error)
                 self._removals.pop(url, None)
+
+
+def load_state(
+    url: str, state: dict[str, Any], group: Any, settings: Settings, *, partial: bool = False, **options: Any
+) -> None:
+    """`dcp.load`, with the options of an `S3StorageReader`. Raises RestoreFailedError with the causes by rank."""
+    reader = S3StorageReader(url, process_group=group, settings=settings, **options)
+    planner = S3LoadPlanner(allow_partial_load=partial)
+    try:
+        state_dict_loader.load(state, storage_reader=reader, planner=planner, process_group=group)
+    except CheckpointException as error:
+        raise load_error(error, url, step_of(url)) from error

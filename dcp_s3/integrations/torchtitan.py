@@ -9,20 +9,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint import state_dict_loader
-from torch.distributed.checkpoint.api import CheckpointException
 
 from dcp_s3 import errors
 from dcp_s3.failures import name_failed
 from dcp_s3.format.layout import step_of
 from dcp_s3.integrations import require
-from dcp_s3.integrations.saves import Saves
-from dcp_s3.load.planner import S3LoadPlanner
-from dcp_s3.load.reader import S3StorageReader
+from dcp_s3.integrations.saves import Saves, load_state
 from dcp_s3.manager.agree import Ranks
 from dcp_s3.manager.arguments import check_settings
 from dcp_s3.manager.background import retain
-from dcp_s3.manager.restore import load_error
 from dcp_s3.manager.select_checkpoint import ChosenCheckpoint, choose, impatient, latest_order, step_order
 from dcp_s3.retention.catalog import CheckpointCatalog
 from dcp_s3.retention.policy import KeepLatest, parse_policy, policy_from_settings
@@ -161,15 +156,11 @@ class S3CheckpointManager(CheckpointManager):
         if from_quantized or not is_s3_url(checkpoint_id):
             super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
             return
-        chosen, group = self._chosen, self._ranks.group
+        chosen = self._chosen
         local = chosen is not None and chosen.local
         settings = impatient(self._settings) if local else self._settings
-        reader = S3StorageReader(checkpoint_id, include_uncommitted=local, process_group=group, settings=settings)
         wanted = self.sd_adapter.to_hf(state_dict) if from_hf else state_dict
-        try:
-            state_dict_loader.load(wanted, storage_reader=reader, planner=S3LoadPlanner(), process_group=group)
-        except CheckpointException as error:
-            raise load_error(error, checkpoint_id, step_of(checkpoint_id)) from error
+        load_state(checkpoint_id, wanted, self._ranks.group, settings, include_uncommitted=local)
         if MODEL in self.states:
             self.states[MODEL].load_state_dict(self.sd_adapter.from_hf(wanted) if from_hf else wanted)
         if chosen is not None:
