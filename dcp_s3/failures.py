@@ -126,7 +126,7 @@ def called_by_dcp(method: F) -> F:
                 error.__cause__ = error.__context__ = None
                 error._without_frames = True
             tell = getattr(self, "_tell_failed", None)
-            # DCP asks for global metadata first, and for that of the rank if there is none: no failure yet.
+            # Metadata that cannot be read fail a load later, when DCP uses them.
             if tell is not None and method.__name__ != "read_metadata":
                 tell(error)
             if not isinstance(error, errors.DcpS3Error):

@@ -32,7 +32,7 @@ from torchtitan.observability import structured_logger  # noqa: E402
 from torchtitan.tools.utils import GarbageCollection  # noqa: E402
 
 # Of CheckpointManager it overrides _load, _wait_for_saving, _purge_stale_checkpoints and _close, and
-# calls _states_to_load. They are private, so the versions above are those that were looked at, and tests name them.
+# calls _states_to_load. They are private: the versions above are those that were looked at.
 
 logger = logging.getLogger(__name__)
 

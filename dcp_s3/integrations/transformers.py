@@ -15,7 +15,7 @@ import json
 import logging
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dcp_s3.errors import CheckpointError
 from dcp_s3.integrations import require
@@ -36,10 +36,7 @@ logger = logging.getLogger(__name__)
 # The private methods of Trainer (transformers 5.23) that are overridden here.
 PRIVATE = ("_save_checkpoint", "_load_from_checkpoint", "_load_optimizer_and_scheduler", "_load_rng_state")
 
-if TYPE_CHECKING:
-    _AnyTrainer = Any
-else:
-    _AnyTrainer = object
+_AnyTrainer: Any = object
 
 
 class S3Checkpoints(_AnyTrainer):

@@ -118,14 +118,15 @@ class Files:
         stream: IO[Any] = io.StringIO(data.decode()) if is_text else io.BytesIO(data)
         if kind == "r":
             return stream
-        return _Outgoing(functools.partial(self._write, path), stream)  # type: ignore[return-value]
 
-    def _write(self, path: URLLike, data: bytes) -> None:
-        directory, name = _split(path)
-        if name in _ATTACHED:
-            self.held.setdefault(directory, {})[name] = data
-        else:
-            self._store(directory).put(directory.key(name), data)
+        def send(data: bytes) -> None:
+            directory, name = _split(path)
+            if name in _ATTACHED:
+                self.held.setdefault(directory, {})[name] = data
+            else:
+                self._store(directory).put(directory.key(name), data)
+
+        return _Outgoing(send, stream)  # type: ignore[return-value]
 
     def _read(self, path: URLLike) -> bytes:
         directory, name = _split(path)
@@ -174,9 +175,6 @@ class _S3Path(pathlib.PurePosixPath):
 
     def iterdir(self) -> Iterator[_S3Path]:
         return (self / name for name in self.files.names(self))
-
-    def exists(self) -> bool:
-        return self.is_file() or self.is_dir()
 
     def is_dir(self) -> bool:
         return bool(self.files.names(self))
