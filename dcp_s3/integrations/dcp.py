@@ -108,10 +108,7 @@ def _change_torch() -> None:
         made.__signature__ = inspect.signature(base.__init__)  # type: ignore[attr-defined]
         base.__new__ = staticmethod(made)  # type: ignore[method-assign]
     for cls in _OURS:
-        _wrap(
-            cls, "validate_checkpoint_id",
-            lambda stock, cls, url: (cls in _OURS and _s3_url(url) is not None) or bool(stock(cls, url)),
-        )  # fmt: skip
+        _wrap(cls, "validate_checkpoint_id", _validate_checkpoint_id)
     # An asynchronous save chooses its writer later, perhaps in another process, where nothing is registered.
     for executor in AsyncCheckpointExecutor.__subclasses__():
         _wrap(executor, "execute_save", _execute_save)
@@ -123,6 +120,10 @@ def _wrap(cls: type, name: str, by: Any) -> None:
     stock = getattr(method, "__func__", method)
     new = functools.wraps(stock)(lambda *args, **kwargs: by(stock, *args, **kwargs))
     setattr(cls, name, classmethod(new) if inspect.ismethod(method) else new)
+
+
+def _validate_checkpoint_id(stock: Any, cls: type, checkpoint_id: str | os.PathLike[str]) -> bool:
+    return (cls in _OURS and _s3_url(checkpoint_id) is not None) or bool(stock(cls, checkpoint_id))
 
 
 def _execute_save(stock: Any, self: Any, *args: Any, **kwargs: Any) -> Any:

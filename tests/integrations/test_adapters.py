@@ -151,7 +151,7 @@ def test_on_ranks_and_in_their_checkpoint_processes(root: str, bucket: str, s3: 
 
 def test_torchs_classes_take_our_urls_and_keep_their_signatures(registered: None) -> None:
     for each in _TORCHS:
-        assert each.validate_checkpoint_id(Path("s3://bucket"))  # type: ignore[attr-defined]
+        assert each.validate_checkpoint_id(checkpoint_id=Path("s3://bucket"))  # type: ignore[attr-defined]
         assert "path" in inspect.signature(each).parameters, "jsonargparse and others make objects from them"
 
 
