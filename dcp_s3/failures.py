@@ -30,7 +30,6 @@ _WHOLE_WORDS: Any = {"break_long_words": False, "break_on_hyphens": False}
 # Hex names, sizes and times differ from rank to rank even if the cause is the same.
 _OWN = re.compile(r"[0-9a-f]*\d[0-9a-f]*")
 _REMEDY = re.compile(r"[;.,]? *Remedy[:,] *")
-_BEFORE_WRITING = (errors.CheckpointExistsError, errors.InvalidURLError, errors.SettingsError, errors.StagingError)
 
 
 def panel(
@@ -99,13 +98,6 @@ def name_ranks(ranks: Iterable[int]) -> str:
     several = len(runs) > 1 or runs[0][0] != runs[0][1]
     named = (str(first) if first == last else f"{first} to {last}" for first, last in runs)
     return f"rank{'s' if several else ''} {', '.join(named)}"
-
-
-def left_by_save(causes: Iterable[BaseException]) -> str:
-    """What a save that failed has left behind, and what not."""
-    if all(isinstance(cause, _BEFORE_WRITING) for cause in causes):
-        return "nothing was written, and what was there is untouched"
-    return "no new checkpoint, and the earlier ones untouched; `dcp-s3 prune` removes what was uploaded"
 
 
 # --- errors on their way out -----------------------------------------------------------------------------

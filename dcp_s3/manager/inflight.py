@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 
 from dcp_s3.coordination.processes import withdraw
 from dcp_s3.errors import SaveFailedError, SaveProtocolError
-from dcp_s3.failures import frames_of_others, left_by_save, name_failed, panel, without_tracebacks
+from dcp_s3.failures import frames_of_others, name_failed, panel, without_tracebacks
 from dcp_s3.manager.agree import Ranks, for_others
 from dcp_s3.save.writer import S3StorageWriter
 from dcp_s3.stage.handover import StagedState
@@ -214,7 +214,7 @@ class SavesInFlight:
         text = panel(
             f"the save of step {step} to {url}",
             failures,
-            left=left_by_save(failures.values()),
+            left="no new checkpoint, and the earlier ones untouched; `dcp-s3 prune` removes what was uploaded",
             last_good="none of this run yet" if self.last_good is None else f"step {self.last_good}",
             resume="" if self.last_good is None else "manager.restore(state)",
         )
