@@ -73,15 +73,11 @@ def _make(cls: type, url: str, given: Mapping[str, Any]) -> S3StorageWriter | S3
     overwrite, settings = _registration or (False, None)
     if cls not in _WRITERS:
         return S3StorageReader(url, settings=settings, _extension_registry=given.get("_extension_registry"))
-    if given.get("serialization_format", SerializationFormat.TORCH_SAVE) != SerializationFormat.TORCH_SAVE:
+    formats = given.get("serialization_format", SerializationFormat.TORCH_SAVE), given.get("_extensions") or None
+    if formats != (SerializationFormat.TORCH_SAVE, None):
         raise SettingsError(
-            f"{cls.__name__} cannot have {url} as safetensors: dcp_s3 writes DCP's own format. Remedy: save "
-            "in that, then `dcp-s3 export URL DEST`"
-        )
-    if given.get("_extensions"):
-        raise SettingsError(
-            f"{cls.__name__} cannot write {url} through stream extensions: dcp_s3 only reads what was written through "
-            "them. Remedy: leave _extensions out"
+            f"{cls.__name__} cannot write {url} as safetensors or through stream extensions: dcp_s3 writes DCP's own "
+            "format. Remedy: leave serialization_format and _extensions out; for safetensors then `dcp-s3 export`"
         )
     own = given.get("overwrite")
     overwrite = overwrite if own is None else bool(own)

@@ -171,10 +171,9 @@ def test_what_a_framework_makes_itself(root: str, cwd: Path, registered: None, c
 
 
 def test_safetensors_and_stream_extensions_are_refused(root: str, registered: None) -> None:
-    with pytest.raises(errors.SettingsError, match=rf"{root} as safetensors.*dcp-s3 export"):
-        FileSystemWriter(root, serialization_format=SerializationFormat.SAFETENSORS)
-    with pytest.raises(errors.SettingsError, match=rf"{root} through stream extensions.*leave _extensions out"):
-        FileSystemWriter(root, _extensions=[object()])  # type: ignore[list-item]
+    for option in ({"serialization_format": SerializationFormat.SAFETENSORS}, {"_extensions": [object()]}):
+        with pytest.raises(errors.SettingsError, match=rf"{root} as safetensors or .*leave .*_extensions out.*export"):
+            FileSystemWriter(root, **option)  # type: ignore[arg-type]
 
 
 # --- everything else is torch's --------------------------------------------------------------------------
