@@ -74,11 +74,9 @@ class Launch:
 
 
 def launch(environment: Mapping[str, str] = os.environ) -> Launch:
-    """What the launcher says about this process.
-
-    Runs are named by SLURM (job and step), torchrun (``--rdzv-id``, except its default ``none``) and JobSets whose
-    pods have ``JOBSET_UID`` and ``JOBSET_RESTART_ATTEMPT`` from the annotations of those names. Nothing that
-    Kubernetes itself puts into the environment of a pod differs from one attempt to the next.
+    """What the launcher says about this process. Runs are named by SLURM (job and step), torchrun (``--rdzv-id``, but
+    for its default ``none``) and JobSets whose pods have ``JOBSET_UID`` and ``JOBSET_RESTART_ATTEMPT`` from the
+    annotations of those names.
 
     Raises:
         SettingsError: a rank or a world size is not a whole number, or the rank is not below the world size.
@@ -116,11 +114,8 @@ def local_world_size() -> int:
 
 @functools.cache
 def require_torch() -> None:
-    """Check the installed torch by its metadata: torch itself, slow to import, is not imported.
-
-    Raises:
-        ImportError: torch is missing or too old; the message says what to install.
-    """
+    """Check the installed torch by its metadata: torch itself, slow to import, is not imported. Raises ImportError,
+    which says what to install."""
     from importlib import metadata  # takes as long as the rest of `import dcp_s3`
 
     try:
@@ -177,8 +172,7 @@ _was_enabled = False
 
 @contextlib.contextmanager
 def torch_imported_alone() -> Iterator[None]:
-    """For an import of torch in the body, on any thread: two that import different parts of it at once abort the
-    process."""
+    """For an import of torch in the body: two threads that import different parts of it at once abort the process."""
     with _importing:
         yield
 

@@ -47,11 +47,7 @@ def default_store() -> Any:
 
 
 def pin_memory(address: int, size: int) -> None:
-    """Register host memory with CUDA.
-
-    Raises:
-        RuntimeError: CUDA refuses.
-    """
+    """Register host memory with CUDA. RuntimeError if CUDA refuses."""
     cuda: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     status = int(cuda.cudaHostRegister(address, size, 1))  # 1: for all contexts
     if status:

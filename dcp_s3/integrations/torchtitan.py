@@ -4,7 +4,6 @@ torchtitan decides when to save and load which states, this decides how. See doc
 from __future__ import annotations
 
 import logging
-import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -145,11 +144,9 @@ class S3CheckpointManager(CheckpointManager):
                 logger.info("there is no checkpoint under %s: a fresh start", self.folder)
                 return False
         logger.info("Loading the checkpoint from %s.", url)
-        began = time.monotonic()
         quantized = hf and self.initial_load_in_hf_quantized
         self.dcp_load(self._states_to_load(model_only), url, from_hf=hf, from_quantized=quantized)
         GarbageCollection.collect("GC collection for checkpoint loading.")
-        logger.info("Finished loading the checkpoint in %.2f seconds.", time.monotonic() - began)
         return True
 
     def dcp_load(self, state_dict: dict[str, Any], checkpoint_id: str, from_hf: bool, from_quantized: bool) -> None:
