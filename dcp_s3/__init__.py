@@ -1,9 +1,4 @@
-"""The S3 storage backend for PyTorch Distributed Checkpoint (DCP).
-
-It saves the state of a training to S3 while the training goes on, loads it on any number of ranks, and deletes old
-checkpoints by policies. What it writes, torch's own readers read, and the other way round.
-
-A training loop needs five lines:
+"""The S3 storage backend for PyTorch Distributed Checkpoint (DCP). A training loop needs five lines:
 
 >>> with CheckpointManager("s3://bucket/run", retention="latest:3 best:1:val_loss:min") as manager:
 ...     for step in range((manager.restore(state) or 0) + 1, 2101):

@@ -15,12 +15,10 @@ s3://bucket/run/step-00009000
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
-_MOST_NAMES = 1000  # that an error has, because it goes to each rank
 _TRACEBACK: Any = BaseException.__dict__["__traceback__"]
 
 
@@ -46,17 +44,6 @@ class DcpS3Error(Exception):
     def __traceback__(self, trace: TracebackType | None) -> None:
         _TRACEBACK.__set__(self, trace)
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        # With the attributes; the default would replay ``args`` only.
-        return _rebuild, (type(self), self.args, self.__dict__)
-
-
-def _rebuild(cls: type[DcpS3Error], args: tuple[Any, ...], state: dict[str, Any]) -> DcpS3Error:
-    error = cls.__new__(cls, *args)
-    error.args = args
-    error.__dict__.update(state)
-    return error
-
 
 class SettingsError(DcpS3Error, ValueError):
     """A setting or an argument is not allowed: a policy, a metric, a number. The message names it, its value and what
@@ -67,14 +54,10 @@ class InvalidURLError(DcpS3Error, ValueError):
     """A checkpoint URL is not of the form ``s3://bucket/prefix``, or there is none."""
 
 
-# --- storage -------------------------------------------------------------------------------------
-
-
 class StorageError(DcpS3Error):
     """A request to S3 failed, and retrying did not help or would not."""
 
     bucket: str = ""
-    """The bucket."""
     key: str = ""
     """The object key or prefix; empty for requests to the bucket itself."""
     operation: str = ""
@@ -120,9 +103,6 @@ class PreconditionFailedError(StorageError):
     """A conditional request (If-None-Match, If-Match) was refused: the object is not in the expected state."""
 
 
-# --- copies of the state, on this host -------------------------------------------------------------
-
-
 class ShardingError(DcpS3Error, ValueError):
     """Shards that a caller describes do not fit their tensor, each other, or those of the other ranks."""
 
@@ -137,9 +117,6 @@ class StagingError(DcpS3Error):
 
 class SpillError(DcpS3Error):
     """The spill directory cannot take the data: it is full, over its limit, or not writable."""
-
-
-# --- checkpoints ---------------------------------------------------------------------------------
 
 
 class CheckpointError(DcpS3Error):
@@ -189,7 +166,6 @@ class StepFailedError(CheckpointError):
     """Base of what a `CheckpointManager` raises."""
 
     step: int | None = None
-    """The step."""
     failures: Mapping[int, BaseException] = {}
     """The causes by rank."""
     rank: int | None = None
@@ -204,9 +180,6 @@ class RestoreFailedError(StepFailedError):
     """A `CheckpointManager` could not load a checkpoint. The state may be partly loaded."""
 
 
-# --- loading -------------------------------------------------------------------------------------
-
-
 class PeerReadError(CheckpointError):
     """Another rank of the load failed to read or send what this rank needs, or did not begin to in time."""
 
@@ -218,11 +191,7 @@ class EntryNotFoundError(CheckpointError, IndexError):
     """A checkpoint has no entry, tensor or attachment of the given name, or the tensor has no such index."""
 
     fqn: str = ""
-    """The name or pattern; ``name`` is the same."""
-
-    @property
-    def name(self) -> str:
-        return self.fqn
+    """The name or pattern."""
 
 
 class MissingKeysError(EntryNotFoundError, RuntimeError):
@@ -234,12 +203,6 @@ class MissingKeysError(EntryNotFoundError, RuntimeError):
     unexpected: Sequence[str] = ()
     """Saved names that are not in the state."""
 
-    def __init__(
-        self, message: str = "", *, missing: Sequence[str] = (), unexpected: Sequence[str] = (), **attributes: Any
-    ) -> None:
-        names = {"missing": list(missing[:_MOST_NAMES]), "unexpected": list(unexpected[:_MOST_NAMES])}
-        super().__init__(message, fqn=missing[0] if missing else "", **names, **attributes)
-
 
 class TensorMismatchError(CheckpointError, ValueError):
     """Tensors to load into have another shape than the saved ones, or another kind or dtype that is not converted."""
@@ -248,10 +211,6 @@ class TensorMismatchError(CheckpointError, ValueError):
     """Name of the first one."""
     shapes: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]] = {}
     """Where shapes differ: the saved and the current one of each, by name, of at most the first thousand."""
-
-    def __init__(self, message: str = "", *, shapes: Mapping[str, Any] | None = None, **attributes: Any) -> None:
-        first = dict(itertools.islice((shapes or {}).items(), _MOST_NAMES))
-        super().__init__(message, **({"shapes": first} if first else {}), **attributes)
 
 
 class WeightsError(CheckpointError, ValueError):

@@ -5,10 +5,9 @@
     >>> subscription.close()
 
 ``on_event=`` of a writer, reader, stager or `CheckpointManager` gets only their own events. A subscriber is called in
-the thread in which the thing happens, so it should return soon: hand longer work to a thread of its own. What it raises
-is logged, once for each subscriber, and never fails a save or load. `dcp_s3.stats` has the sums.
-
-In an asynchronous save by ``AsyncCheckpointerType.PROCESS`` the other process does the work: subscribe there.
+the thread in which the thing happens, and should return soon. What it raises is logged, once for each subscriber, and
+never fails a save or load. In an asynchronous save by ``AsyncCheckpointerType.PROCESS`` the other process does the
+work: subscribe there. `dcp_s3.stats` has the sums.
 """
 
 from __future__ import annotations
@@ -39,9 +38,6 @@ class Event:
     time: float = field(default_factory=time.time)
     """Seconds since the epoch."""
 
-    def count(self) -> None:
-        """Add it to the process's sums."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class _OfRank(Event):
@@ -69,9 +65,6 @@ class Staged(Event):
     stall_seconds: float
     """Seconds for which the training waited in `stage`."""
 
-    def count(self) -> None:
-        _add("saves", stall_seconds=self.stall_seconds)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Written(_OfRank):
@@ -86,9 +79,6 @@ class Written(_OfRank):
     """Bytes of them that S3 copied from the save before, with ``incremental``."""
     seconds: float
     """Seconds since it began to write."""
-
-    def count(self) -> None:
-        _add("saves", done=1, bytes=self.bytes, seconds=self.seconds)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,9 +104,6 @@ class Committed(Event):
     copied_bytes: int | None = 0
     """Bytes of all ranks that S3 copied from the save before, with ``incremental``. None: not known."""
 
-    def count(self) -> None:
-        _add("saves", {"last_step": self.step, "last_commit": self.time}, committed=1)
-
     def __str__(self) -> str:
         """One line: ``step 1000 committed: 840.0 GiB, 512 ranks, stall 0.14 s, upload 47 s (17.9 GiB/s), ...``."""
         stall = "" if self.stall_seconds is None else f"stall {format_seconds(self.stall_seconds)}, "
@@ -141,9 +128,6 @@ class SaveFailed(Event):
     error: BaseException
     """What was, or will be, raised: an error of `dcp_s3.errors`, or torch's CheckpointException."""
 
-    def count(self) -> None:
-        _add("saves", failed=1)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Spilled(Event):
@@ -157,9 +141,6 @@ class Spilled(Event):
     """Whether that was asked for (``DCP_S3_DURABILITY=local``). Otherwise S3 did not take it."""
     reason: str
 
-    def count(self) -> None:
-        _add("spill", bytes=self.bytes, refused_bytes=0 if self.local else self.bytes)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Drained(Event):
@@ -168,9 +149,6 @@ class Drained(Event):
     url: str
     bytes: int
     seconds: float
-
-    def count(self) -> None:
-        _add("spill", drained_bytes=self.bytes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,9 +173,6 @@ class Loaded(_OfRank):
     throttled: int
     """Requests that S3 throttled meanwhile."""
 
-    def count(self) -> None:
-        _add("loads", done=1, bytes=self.bytes, seconds=self.seconds)
-
     def __str__(self) -> str:
         """One line: ``step 1000 loaded: 1.6 GiB on rank 0 of 512 in 2.1 s (780 MiB/s), 3 hedged, 0 throttled``."""
         where = f" on rank {self.rank} of {self.ranks}" if self.ranks > 1 else ""
@@ -217,9 +192,6 @@ class LoadFailed(Event):
     rank: int
     error: BaseException
     """What was, or will be, raised."""
-
-    def count(self) -> None:
-        _add("loads", failed=1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -246,10 +218,6 @@ class Pruned(Event):
     ok: bool
     """Whether everything was deleted that should have been."""
 
-    def count(self) -> None:
-        latest = {"last_success": self.time} if self.ok else None
-        _add("prunes", latest, runs=1, failed=not self.ok, deleted=self.deleted, freed_bytes=self.freed_bytes)
-
 
 @dataclass(frozen=True, kw_only=True)
 class PruneFailed(Event):
@@ -258,9 +226,6 @@ class PruneFailed(Event):
     root: str
     error: BaseException
 
-    def count(self) -> None:
-        _add("prunes", runs=1, failed=1)
-
 
 Listener = Callable[[Event], object]
 
@@ -268,30 +233,29 @@ Listener = Callable[[Event], object]
 Subscription = contextlib.ExitStack
 """Ends with `close`, or at the end of a ``with`` block."""
 
-_listeners: tuple[tuple[Listener], ...] = ()  # replaced as a whole: no lock, and none that a fork could leave locked
+_listeners: dict[Subscription, Listener] = {}
 _complained: set[int] = set()  # ids of the listeners that have raised
 
 
 def subscribe(listener: Listener) -> Subscription:
     """Call ``listener`` with every `Event` of this process, from now on, until `close` of what is returned."""
-    global _listeners
-    entry = (listener,)  # one listener may subscribe twice
-    _listeners = (*_listeners, entry)
     subscription = Subscription()
-    subscription.callback(_end, entry)
+    _listeners[subscription] = listener
+    subscription.callback(_listeners.pop, subscription)
     return subscription
-
-
-def _end(entry: tuple[Listener]) -> None:
-    global _listeners
-    _listeners = tuple(each for each in _listeners if each is not entry)
 
 
 def emit(event: Event, listener: Listener | None = None) -> None:
     """Count an event, and tell ``listener`` and all subscribers. Raises nothing."""
-    event.count()
-    listeners = [each for (each,) in _listeners]
-    for each in listeners if listener is None else [listener, *listeners]:
+    global _totals
+    if type(event) in _SUMS:
+        group, new = _SUMS[type(event)](event)
+        with _lock:
+            totals = getattr(_totals, group)
+            added = {name: getattr(totals, name) + value for name, value in new.items() if name not in _LATEST}
+            latest = {name: value for name, value in new.items() if name in _LATEST}
+            _totals = replace(_totals, **{group: replace(totals, **added, **latest)})
+    for each in [*([] if listener is None else [listener]), *_listeners.values()]:
         try:
             each(event)
         except Exception:
@@ -416,14 +380,24 @@ def shown_by_stats(**states: Callable[[], Mapping[str, Any]]) -> None:
     _states.update(states)
 
 
-def _add(to: str, latest: Mapping[str, float | None] | None = None, **amounts: float) -> None:
-    """Add to the counts of one group of `Stats`, and set its ``latest`` values. Thread safe."""
-    global _totals
-    with _lock:
-        group = getattr(_totals, to)
-        sums = {name: getattr(group, name) + amount for name, amount in amounts.items()}
-        _totals = replace(_totals, **{to: replace(group, **sums, **(latest or {}))})
-
+# What an event adds to its group of `Stats`, by field; for those of _LATEST, what they are from now on.
+_SUMS: dict[type[Event], Callable[[Any], tuple[str, dict[str, Any]]]] = {
+    Staged: lambda event: ("saves", {"stall_seconds": event.stall_seconds}),
+    Written: lambda event: ("saves", {"done": 1, "bytes": event.bytes, "seconds": event.seconds}),
+    Committed: lambda event: ("saves", {"committed": 1, "last_step": event.step, "last_commit": event.time}),
+    SaveFailed: lambda _: ("saves", {"failed": 1}),
+    Loaded: lambda event: ("loads", {"done": 1, "bytes": event.bytes, "seconds": event.seconds}),
+    LoadFailed: lambda _: ("loads", {"failed": 1}),
+    Spilled: lambda event: ("spill", {"bytes": event.bytes, "refused_bytes": 0 if event.local else event.bytes}),
+    Drained: lambda event: ("spill", {"drained_bytes": event.bytes}),
+    Pruned: lambda event: (
+        "prunes",
+        {"runs": 1, "failed": not event.ok, "deleted": event.deleted, "freed_bytes": event.freed_bytes}
+        | ({"last_success": event.time} if event.ok else {}),
+    ),
+    PruneFailed: lambda _: ("prunes", {"runs": 1, "failed": 1}),
+}
+_LATEST = ("last_step", "last_commit", "last_success")
 
 _states: dict[str, Callable[[], Mapping[str, Any]]] = {}
 _totals = Stats()

@@ -1,8 +1,7 @@
 """Failures: how errors leave dcp_s3 for DCP and for other processes, and what failed on which ranks, for people.
 
 DCP sends the traceback of each rank's error to all ranks, and each prints all of them. The message of a dcp_s3 error
-says what happened and what to do about it. So the error leaves without frames, and without the errors of botocore and
-urllib3 that caused it. Those are in the log, at level DEBUG. Any other exception keeps its frames.
+says it all: it leaves without frames and causes, which are in the log, at level DEBUG. Others keep their frames.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ import re
 import textwrap
 import traceback
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from dcp_s3 import errors
@@ -26,115 +24,67 @@ F = TypeVar("F", bound=Callable[..., Any])
 _MOST_FRAMES = 8
 _MOST_CAUSES = 3
 _MOST_TEXT = 1000
-_MOST_SHORT = 160
 WIDTH = 100
 """Most characters in a line of a panel, unless one word (a URL) is longer."""
 _WHOLE_WORDS: Any = {"break_long_words": False, "break_on_hyphens": False}
 # Hex names, sizes and times differ from rank to rank even if the cause is the same.
 _OWN = re.compile(r"[0-9a-f]*\d[0-9a-f]*")
 _REMEDY = re.compile(r"[;.,]? *Remedy[:,] *")
-_BEFORE_WRITING = (errors.CheckpointExistsError, errors.InvalidURLError, errors.SettingsError, errors.StagingError)
-_BEFORE_READING = (
-    errors.CheckpointNotFoundError,
-    errors.EntryNotFoundError,
-    errors.TensorMismatchError,
-    errors.CorruptCheckpointError,
-    errors.UnsafeMetadataError,
-    errors.CredentialsError,
-    errors.BucketNotFoundError,
-    errors.InvalidURLError,
-    errors.SettingsError,
-    errors.SaveProtocolError,
-)
 
 
-@dataclass(frozen=True)
-class Failed:
-    """A save or load that failed."""
-
-    what: str
-    """What it was, for example ``the save of step 1000 to s3://bucket/run/step-00001000``."""
-    failures: Mapping[int, BaseException]
-    """The causes by rank."""
-    cause: BaseException | None = None
-    """The cause of a failure without ranks, instead of ``failures``."""
-    left: str = ""
-    """What the failure left behind, and what it left alone; empty: nothing to say."""
-    last_good: str = ""
-    """The last good checkpoint; empty if unknown."""
-    resume: str = ""
-    """The line of code to go on with; empty if there is none."""
-
-
-def panel(failed: Failed) -> str:
-    """The failure as lines of text: what failed on which ranks, each cause once with its remedy, how to go on.
+def panel(
+    what: str, failures: Mapping[int, BaseException], *, left: str = "", last_good: str = "", resume: str = ""
+) -> str:
+    """A failure as lines of text: what failed on which ranks, each cause once with its remedy, how to go on.
 
     At most `WIDTH` characters wide, and about ten lines if there is one cause.
+
+    Args:
+        what: ``the save of step 1000 to s3://bucket/run/step-00001000``.
+        failures: the causes by rank.
+        left: what the failure left behind, and what it left alone.
+        last_good: the last good checkpoint.
+        resume: the line of code to go on with.
     """
-    where = ""
-    if failed.cause is not None:
-        causes = [("", _tell(failed.cause))]
-    else:
-        causes, where = _causes(failed.failures), f" on {name_ranks(real_causes(failed.failures))}"
-    one = len(causes) == 1
-    lines = textwrap.wrap(f"{failed.what} failed{where}", WIDTH, **_WHOLE_WORDS)
+    causes = _causes(failures)
+    fields = []
     for ranks, text in causes:
         cause, *remedies = _REMEDY.split(text)
-        lines += _field("Cause" if one else f"On {ranks}", cause)
-        for remedy in remedies:
-            lines += _field("Remedy", remedy)
-    for name, text in (("Left", failed.left), ("Last good", failed.last_good), ("Resume", failed.resume)):
-        if text:
-            lines += _field(name, text)
+        fields += [("Cause" if len(causes) == 1 else f"On {ranks}", cause), *(("Remedy", each) for each in remedies)]
+    fields += [each for each in (("Left", left), ("Last good", last_good), ("Resume", resume)) if each[1]]
+    lines = textwrap.wrap(f"{what} failed on {name_ranks(real_causes(failures))}", WIDTH, **_WHOLE_WORDS)
+    for name, text in fields:
+        first = f"  {name}: "
+        for line in text.splitlines() or [""]:
+            wrapped = textwrap.wrap(line, WIDTH, initial_indent=first, subsequent_indent="    ", **_WHOLE_WORDS)
+            lines, first = lines + wrapped, "    " if wrapped else first
     return "\n".join(lines)
 
 
-def _field(name: str, text: str) -> list[str]:
-    lines: list[str] = []
-    for line in text.splitlines() or [""]:
-        first = "    " if lines else f"  {name}: "
-        lines += textwrap.wrap(line, WIDTH, initial_indent=first, subsequent_indent="    ", **_WHOLE_WORDS)
-    return lines
-
-
-def first_cause(failures: Mapping[int, BaseException]) -> str:
-    """``AccessDeniedError: PutObject on ...``: the first cause, in one short line."""
-    (_, text), *more = _causes(failures)
-    first = " ".join(_REMEDY.split(text)[0].split())
-    first = first if len(first) <= _MOST_SHORT else f"{first[: _MOST_SHORT - 3]}..."
-    return f"{first}{' (and other causes)' if more else ''}"
-
-
-def explain(failures: Mapping[int, BaseException]) -> str:
-    """``on rank 1: AccessDeniedError: ...``. Ranks with the same cause share one entry, in the words of the first."""
-    return "; ".join(f"on {ranks}: {cause}" for ranks, cause in _causes(failures))
-
-
 def name_failed(failures: Mapping[int, BaseException]) -> str:
-    """``rank 1 cannot go on: ZeroDivisionError: ...``."""
+    """``rank 1 cannot go on: ZeroDivisionError: ...``. Ranks with the same cause share one entry, in the words of the
+    first."""
     return "; ".join(f"{ranks} cannot go on: {cause}" for ranks, cause in _causes(failures))
 
 
 def _causes(failures: Mapping[int, BaseException]) -> list[tuple[str, str]]:
-    """Ranks and cause."""
+    """Ranks and cause, alike ones once."""
     causes = real_causes(failures)
     alike: dict[tuple[type, str], list[int]] = {}
     for rank, error in causes.items():
         alike.setdefault((type(error), _OWN.sub("#", str(error))), []).append(rank)
-    told = [(name_ranks(ranks), _tell(causes[ranks[0]])) for ranks in alike.values()]
+    told = []
+    for ranks in list(alike.values())[:_MOST_CAUSES]:
+        text = f"{type(causes[ranks[0]]).__name__}: {causes[ranks[0]]}"
+        told.append((name_ranks(ranks), text if len(text) <= _MOST_TEXT else f"{text[:_MOST_TEXT]}..."))
     left = sorted(rank for ranks in list(alike.values())[_MOST_CAUSES:] for rank in ranks)
-    return told[:_MOST_CAUSES] + ([(name_ranks(left), "other causes")] if left else [])
+    return [*told, (name_ranks(left), "other causes")] if left else told
 
 
 def real_causes(failures: Mapping[int, BaseException]) -> dict[int, BaseException]:
     """Leave out the ranks that failed only because another one did, unless all of them say so."""
     causes = {rank: error for rank, error in failures.items() if not isinstance(error, errors.PeerReadError)}
     return causes or dict(failures)
-
-
-def _tell(error: BaseException) -> str:
-    text = f"{type(error).__name__}: {error}"
-    return text if len(text) <= _MOST_TEXT else f"{text[:_MOST_TEXT]}..."
 
 
 def name_ranks(ranks: Iterable[int]) -> str:
@@ -150,41 +100,30 @@ def name_ranks(ranks: Iterable[int]) -> str:
     return f"rank{'s' if several else ''} {', '.join(named)}"
 
 
-def left_by_save(causes: Iterable[BaseException]) -> str:
-    """What a save that failed has left behind, and what not."""
-    if all(isinstance(cause, _BEFORE_WRITING) for cause in causes):
-        return "nothing was written, and what was there is untouched"
-    return "no new checkpoint, and the earlier ones untouched; `dcp-s3 prune` removes what was uploaded"
-
-
-def left_by_load(causes: Iterable[BaseException]) -> str:
-    """What a load that failed has left behind; empty: nothing."""
-    return "" if all(isinstance(cause, _BEFORE_READING) for cause in causes) else "the state may be partly loaded"
-
-
 # --- errors on their way out -----------------------------------------------------------------------------
 
 
 def called_by_dcp(method: F) -> F:
-    """Decorate a method of a writer, reader or planner that DCP calls: its errors leave without their frames.
-
-    The object's ``_tell_failed``, if it has one, is told of each.
-    """
+    """Decorate a method of a writer, reader or planner that DCP calls: its errors leave without their frames, and the
+    object's ``_tell_failed``, if it has one, is told of each."""
 
     @functools.wraps(method)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         try:
             return method(self, *args, **kwargs)
-        except errors.DcpS3Error as error:
-            logger.debug("%s failed:", method.__qualname__, exc_info=True)
-            without_tracebacks(error)
-            error.__cause__ = error.__context__ = None
-            error._without_frames = True
-            failure = error
-            _tell_failed(self, method, error)
         except Exception as error:
-            _tell_failed(self, method, error)
-            raise
+            if isinstance(error, errors.DcpS3Error):
+                logger.debug("%s failed:", method.__qualname__, exc_info=True)
+                without_tracebacks(error)
+                error.__cause__ = error.__context__ = None
+                error._without_frames = True
+            tell = getattr(self, "_tell_failed", None)
+            # Metadata that cannot be read fail a load later, when DCP uses them.
+            if tell is not None and method.__name__ != "read_metadata":
+                tell(error)
+            if not isinstance(error, errors.DcpS3Error):
+                raise
+            failure = error
         try:
             raise failure
         finally:
@@ -193,22 +132,11 @@ def called_by_dcp(method: F) -> F:
     return call  # type: ignore[return-value]
 
 
-def _tell_failed(called: Any, method: Callable[..., Any], error: Exception) -> None:
-    tell = getattr(called, "_tell_failed", None)
-    # DCP asks for global metadata first, and for that of the rank if there is none: no failure yet.
-    if tell is not None and method.__name__ != "read_metadata":
-        tell(error)
-
-
-def _of_ranks(error: BaseException) -> list[tuple[BaseException, traceback.StackSummary]]:
-    """What torch's CheckpointException has of each rank: its error, and where that was raised."""
-    failures: Any = getattr(error, "failures", None)
-    return [each for each in failures.values() if type(each) is tuple] if type(failures) is dict else []
-
-
 def frames_of_others(error: BaseException) -> str:
     """Where an error that is none of dcp_s3's was raised, as text for the log; empty if all causes are of dcp_s3."""
-    for cause, frames in _of_ranks(error) or [(error, traceback.extract_tb(error.__traceback__))]:
+    failures: Any = getattr(error, "failures", None)  # of torch's CheckpointException: pairs by rank
+    of_ranks = [each for each in failures.values() if type(each) is tuple] if type(failures) is dict else []
+    for cause, frames in of_ranks or [(error, traceback.extract_tb(error.__traceback__))]:
         if not isinstance(cause, errors.DcpS3Error) and frames:
             return "\nTraceback (most recent call last):\n" + "".join(traceback.format_list(frames[-_MOST_FRAMES:]))
     return ""
@@ -222,8 +150,9 @@ def without_tracebacks(error: BaseException) -> None:
         if id(link) not in seen:
             seen.add(id(link))
             link.__traceback__ = None
-            causes = (link.__cause__, link.__context__, *(cause for cause, _ in _of_ranks(link)))
-            links += [each for each in causes if isinstance(each, BaseException)]
+            failures: Any = getattr(link, "failures", None)  # of torch's CheckpointException: pairs by rank
+            of_ranks = [each[0] for each in failures.values() if type(each) is tuple] if type(failures) is dict else []
+            links += [each for each in (link.__cause__, link.__context__, *of_ranks) if isinstance(each, BaseException)]
 
 
 def portable(error: BaseException) -> BaseException | None:

@@ -74,11 +74,9 @@ class Launch:
 
 
 def launch(environment: Mapping[str, str] = os.environ) -> Launch:
-    """What the launcher says about this process.
-
-    Runs are named by SLURM (job and step), torchrun (``--rdzv-id``, except its default ``none``) and JobSets whose
-    pods have ``JOBSET_UID`` and ``JOBSET_RESTART_ATTEMPT`` from the annotations of those names. Nothing that
-    Kubernetes itself puts into the environment of a pod differs from one attempt to the next.
+    """What the launcher says about this process. Runs are named by SLURM (job and step), torchrun (``--rdzv-id``, but
+    for its default ``none``) and JobSets whose pods have ``JOBSET_UID`` and ``JOBSET_RESTART_ATTEMPT`` from the
+    annotations of those names.
 
     Raises:
         SettingsError: a rank or a world size is not a whole number, or the rank is not below the world size.
@@ -116,11 +114,8 @@ def local_world_size() -> int:
 
 @functools.cache
 def require_torch() -> None:
-    """Check the installed torch by its metadata: torch itself, slow to import, is not imported.
-
-    Raises:
-        ImportError: torch is missing or too old; the message says what to install.
-    """
+    """Check the installed torch by its metadata: torch itself, slow to import, is not imported. Raises ImportError,
+    which says what to install."""
     from importlib import metadata  # takes as long as the rest of `import dcp_s3`
 
     try:
@@ -161,20 +156,13 @@ def release(version: str) -> tuple[int, ...]:
 
 # --- what a forked child resets; imports and the collector, of which there is one in a process ------------
 
-_resets: list[Callable[[], object]] = []
-
 
 def reset_in_child(reset: Callable[[], object]) -> Callable[[], object]:
-    """Call ``reset`` in every forked child before its own code goes on, in order of registration.
-
-    Connections and threads are its parent's. A lock that another thread held at the time of the fork would stay locked
-    forever: make a new one.
-    """
-    _resets.append(reset)
+    """Call ``reset`` in every forked child before its own code goes on, in order of registration: connections and
+    threads are its parent's, and a lock that another thread held at the time of the fork would stay locked."""
+    os.register_at_fork(after_in_child=reset)
     return reset
 
-
-os.register_at_fork(after_in_child=lambda: [reset() for reset in _resets])
 
 _lock = threading.Lock()
 _importing = threading.RLock()
@@ -184,20 +172,16 @@ _was_enabled = False
 
 @contextlib.contextmanager
 def torch_imported_alone() -> Iterator[None]:
-    """For an import of torch in the body, on any thread: two that import different parts of it at once abort the
-    process."""
+    """For an import of torch in the body: two threads that import different parts of it at once abort the process."""
     with _importing:
         yield
 
 
 @contextlib.contextmanager
 def collector_paused() -> Iterator[None]:
-    """Pause automatic garbage collection in this process, while many long-lived objects are made.
-
-    Metadata and plans of a large checkpoint are millions of objects. While they are made, the collector walks all
-    objects again and again, which takes as long as making them, and finds nothing. Pauses may overlap. The last one to
-    end restores the state found by the first, whatever `gc.disable` and `gc.enable` were called in between.
-    """
+    """Pause automatic garbage collection in this process, while many long-lived objects are made: the collector walks
+    them again and again, which takes as long as making them. Pauses may overlap. The last one to end restores the state
+    found by the first, whatever `gc.disable` and `gc.enable` were called in between."""
     global _pauses, _was_enabled
     with _lock:
         if _pauses == 0:

@@ -1,8 +1,6 @@
-"""All tunables in one place: the environment (prefix ``DCP_S3_``), and keyword settings that override it.
-
-The environment is read when a `Settings` object is made, never at import. Whatever is unset follows AWS's own chain
-(``AWS_ENDPOINT_URL_S3``, ``AWS_PROFILE``, instance roles, ...). Credentials are never settings here, so they cannot end
-up in a repr, a log or a pickle of dcp_s3.
+"""All tunables in one place: the environment (prefix ``DCP_S3_``), read when a `Settings` object is made, and keyword
+settings that override it. Whatever is unset follows AWS's own chain (``AWS_ENDPOINT_URL_S3``, ``AWS_PROFILE``, instance
+roles, ...). Credentials are never settings here, so they cannot end up in a repr, a log or a pickle of dcp_s3.
 """
 
 from __future__ import annotations
@@ -69,25 +67,9 @@ def _parse_staging_limit(value: object) -> object:
     return found
 
 
-def _parse_step_pattern(value: str) -> str:
-    compile_step_pattern(value)
-    return value
-
-
-def _parse_endpoint(value: str) -> str:
-    check_endpoint(value)
-    parts = urlsplit(value)
-    if parts.username or parts.password:
-        raise ValueError("expected a URL without credentials: those belong to AWS's own chain")
-    return value.rstrip("/")
-
-
-def check_endpoint(url: str) -> None:
-    """Check that S3 requests can be sent to a URL.
-
-    Raises:
-        ValueError: the URL has no scheme, a scheme other than http and https, no host, or an invalid port.
-    """
+def parse_endpoint(url: str) -> str:
+    """The URL of an endpoint. ValueError: it has no scheme, one other than http and https, no host, an invalid port, or
+    credentials."""
     try:
         parts = urlsplit(url)
         good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
@@ -96,22 +78,9 @@ def check_endpoint(url: str) -> None:
     if not good:
         guess = f"http://{url}" if re.fullmatch(r"[\w.-]+(:\d{1,5})?", url) else "http://localhost:9000"
         raise ValueError(f"expected http://host[:port] or https://host[:port], for example {guess}")
-
-
-def compile_step_pattern(pattern: str) -> re.Pattern[str]:
-    """Compile a `step_pattern`.
-
-    Raises:
-        ValueError: the pattern is not a regular expression, or does not have exactly one group.
-    """
-    example = r"expected a regular expression with one group around the digits, for example step-(\d+)"
-    try:
-        compiled = re.compile(pattern)
-    except (re.error, RecursionError, OverflowError) as error:
-        raise ValueError(f"{example} ({error})") from None
-    if compiled.groups != 1:
-        raise ValueError(f"{example}; this one has {compiled.groups} groups (others: (?:...))")
-    return compiled
+    if parts.username or parts.password:
+        raise ValueError("expected a URL without credentials: those belong to AWS's own chain")
+    return url.rstrip("/")
 
 
 class Settings(BaseSettings):
@@ -132,13 +101,10 @@ class Settings(BaseSettings):
         env_prefix=ENV_PREFIX, frozen=True, extra="forbid", env_ignore_empty=True, validate_default=False
     )
 
-    endpoint_url: Annotated[str, AfterValidator(_parse_endpoint)] | None = None
+    endpoint_url: Annotated[str, AfterValidator(parse_endpoint)] | None = None
     """S3 endpoint, for stores other than AWS. Unset: AWS's own chain."""
     region: str | None = None
     """Region name. Unset: AWS's own chain."""
-    profile: str | None = Field(default=None, min_length=1)
-    """Profile in AWS's configuration files, with its credentials, endpoint and region, rather than ``AWS_PROFILE`` and
-    the credentials in the environment. Unset: AWS's own chain."""
     addressing_style: Literal["auto", "path", "virtual"] = "auto"
     """Where the bucket goes in the request's URL. Most stores other than AWS need ``path``. ``auto`` lets botocore
     choose (path style for IP addresses and bucket names with dots)."""
@@ -222,9 +188,6 @@ class Settings(BaseSettings):
     After that they are leftovers."""
     reader_lease: Seconds | None = Field(default=None, ge=10, le=30 * 86400)
     """Seconds for which a load keeps prune from deleting the checkpoint, renewed while it runs. Unset: no lease."""
-    step_pattern: Annotated[str, AfterValidator(_parse_step_pattern)] | None = None
-    """Regular expression with one group of digits that finds the step in a checkpoint's name, for example
-    ``step-(\\d+)``. Unset: the number after ``step``, ``iter``, ``checkpoint`` or ``epoch``, or the whole name."""
 
     def __init__(self, **values: Any) -> None:
         try:
@@ -236,7 +199,11 @@ class Settings(BaseSettings):
             check_incremental(self.incremental, self)
         except ValidationError as error:
             raise SettingsError(_explain(error, values)) from None
-        _warn_of_unknown_variables()
+        if os.environ.get("LOCAL_RANK", "0") == "0":  # the first rank of each host says so
+            for variable, remedy in unknown_variables().items():
+                if variable not in _warned:
+                    _warned.add(variable)
+                    logger.warning("%s is set but is not a setting of dcp_s3. Remedy: %s", variable, remedy)
 
     def __repr__(self) -> str:
         values = {name: (getattr(self, name), field.default) for name, field in type(self).model_fields.items()}
@@ -276,11 +243,15 @@ def aws_endpoint_variable() -> tuple[str, str] | None:
 
 
 def require_endpoint(source: str, url: str) -> None:
-    """Check an endpoint with `check_endpoint`. The error names ``source``, where the URL came from."""
+    """Check the endpoint that ``source`` names: a SettingsError that says so."""
     try:
-        check_endpoint(url)
+        parse_endpoint(url)
     except ValueError as error:
-        raise SettingsError(f"{source} = {url!r} is not allowed: {error}") from None
+        raise SettingsError(f"{source} = {_shown(url, str(error))} is not allowed: {error}") from None
+
+
+def _shown(value: object, why: str) -> str:
+    return "<hidden>" if "credentials" in why else repr(value)
 
 
 def _explain(error: ValidationError, given: Mapping[str, Any]) -> str:
@@ -293,7 +264,7 @@ def _explain(error: ValidationError, given: Mapping[str, Any]) -> str:
             lines.append(f"{source} is not a setting. Remedy: {_suggest(name, Settings.model_fields)}")
             continue
         found = given.get(name, os.environ.get(ENV_PREFIX + name.upper(), detail["input"]))
-        value = "<hidden>" if "credentials" in detail["msg"] else repr(found)
+        value = _shown(found, detail["msg"])
         lines.append(f"{source} = {value} is not allowed: {detail['msg'].removeprefix('Value error, ')}")
     return "; ".join(lines)
 
@@ -303,16 +274,14 @@ def environment(**variables: str | None) -> Iterator[None]:
     """Let environment variables have other values, here and in processes that are started meanwhile. None leaves one as
     it is."""
     changes = {name: value for name, value in variables.items() if value is not None}
-    before = {name: os.environ.get(name) for name in changes}
+    before = dict(os.environ)
     os.environ.update(changes)
     try:
         yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+        for name in changes:
+            del os.environ[name]
+        os.environ.update({name: before[name] for name in changes if name in before})
 
 
 _warned: set[str] = set()
@@ -327,15 +296,6 @@ def unknown_variables() -> dict[str, str]:
         if name.startswith(ENV_PREFIX) and name not in known and not name.startswith(ENV_PREFIX + "TEST_"):
             found[variable] = _suggest(name, known)
     return found
-
-
-def _warn_of_unknown_variables() -> None:
-    if os.environ.get("LOCAL_RANK", "0") != "0":
-        return  # the first rank of each host says so
-    for variable, remedy in unknown_variables().items():
-        if variable not in _warned:
-            _warned.add(variable)
-            logger.warning("%s is set but is not a setting of dcp_s3. Remedy: %s", variable, remedy)
 
 
 def _suggest(name: str, known: Iterable[str]) -> str:
@@ -356,12 +316,8 @@ def stored_settings(values: Mapping[str, Any]) -> Settings:
 
 
 def resolve_settings(settings: SettingsLike) -> Settings:
-    """The `Settings` for what a constructor was given: a `Settings` object, a mapping of overrides, or None.
-
-    Raises:
-        SettingsError: a value is not allowed; there is no such setting; or ``endpoint_url`` is unset and
-            `AWS_ENDPOINT_URL_S3`, used instead, is not a URL.
-    """
+    """The `Settings` for what a constructor was given. Raises SettingsError if a value is not allowed, there is no such
+    setting, or ``endpoint_url`` is unset and `AWS_ENDPOINT_URL_S3`, used instead, is not a URL."""
     if settings is not None and not isinstance(settings, (Settings, Mapping)):
         raise SettingsError(f"settings must be a Settings object, a mapping or None, not {type(settings).__name__}")
     resolved = settings if isinstance(settings, Settings) else Settings(**dict(settings or {}))

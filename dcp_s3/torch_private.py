@@ -46,24 +46,18 @@ def default_store() -> Any:
     return None if dist.get_backend() in ("mpi", "fake") else _get_default_store()
 
 
-def _cudart() -> Any:
-    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
-
-
 def pin_memory(address: int, size: int) -> None:
-    """Register host memory with CUDA.
-
-    Raises:
-        RuntimeError: CUDA refuses.
-    """
-    status = int(_cudart().cudaHostRegister(address, size, 1))  # 1: for all contexts
+    """Register host memory with CUDA. RuntimeError if CUDA refuses."""
+    cuda: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    status = int(cuda.cudaHostRegister(address, size, 1))  # 1: for all contexts
     if status:
         raise RuntimeError(f"cudaHostRegister answers {status}, perhaps for an operation before it")
 
 
 def unpin_memory(address: int) -> None:
     """Undo `pin_memory`."""
-    _cudart().cudaHostUnregister(address)
+    cuda: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    cuda.cudaHostUnregister(address)
 
 
 def narrow_tensor_by_index(tensor: torch.Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
@@ -89,24 +83,19 @@ def rebuild_sharded_tensor(source: ShardedTensor, tensors: Sequence[torch.Tensor
     """``source`` with ``tensors`` in CPU memory as its local shards, and metadata to match."""
     cpu = torch.device("cpu")
     metadata = copy.deepcopy(source.metadata())
-    for shard_metadata in metadata.shards_metadata:
-        _place(shard_metadata, cpu)
-    shards = []
-    for shard, tensor in zip(source.local_shards(), tensors, strict=True):
-        shard_metadata = copy.deepcopy(shard.metadata)
-        _place(shard_metadata, cpu)
-        shards.append(type(shard)(tensor, shard_metadata))
+    shards = [
+        type(shard)(tensor, copy.deepcopy(shard.metadata))
+        for shard, tensor in zip(source.local_shards(), tensors, strict=True)
+    ]
+    for each in (*metadata.shards_metadata, *(shard.metadata for shard in shards)):
+        if each.placement is not None:
+            each.placement._device = cpu
     return ShardedTensor._init_from_local_shards_and_global_metadata(
         shards,
         sharded_tensor_metadata=metadata,
         process_group=source._process_group,
         init_rrefs=source._init_rrefs,
     )
-
-
-def _place(shard_metadata: Any, device: torch.device) -> None:
-    if shard_metadata.placement is not None:
-        shard_metadata.placement._device = device
 
 
 def make_wrapper(cls: type[_Tensor], shape: Sequence[int], like: torch.Tensor) -> _Tensor:

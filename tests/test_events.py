@@ -245,6 +245,8 @@ def test_loads_that_fail_are_told_once_also_of_a_reader_that_is_used_again(memor
         failed = [(each.url, each.step, each.rank) for each in heard.of(events.LoadFailed)]
         assert failed == [(f"{root}/step-{step}", step, 0)] * 2
         assert all(isinstance(each.error, error) for each in heard.of(events.LoadFailed))
+    with pytest.raises(errors.CheckpointNotFoundError):
+        S3StorageReader(f"{root}/step-4").read_metadata()  # which is no load
     assert dcp_s3.stats().loads.failed - before.failed == 8
 
 

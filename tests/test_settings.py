@@ -132,3 +132,7 @@ def test_no_secret_gets_into_repr_or_pickle(monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(SettingsError) as failure:
         Settings(endpoint_url="https://user:hush@host")
     assert "hush" not in str(failure.value)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "https://user:hush@host")
+    with pytest.raises(SettingsError, match=r"AWS_ENDPOINT_URL = <hidden> .*without credentials") as failure:
+        S3StorageReader("s3://bucket/x")
+    assert "hush" not in str(failure.value)

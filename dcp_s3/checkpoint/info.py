@@ -11,7 +11,6 @@ from typing import Any, Literal
 from dcp_s3.checkpoint.directory import CONTROL_KINDS, Directory, DirectoryEntry
 from dcp_s3.format.control_files import Manifest
 from dcp_s3.format.layout import What, deletion_id, step_of
-from dcp_s3.settings import Settings, compile_step_pattern
 from dcp_s3.units import format_size, one_line
 from dcp_s3.url import CheckpointURL
 
@@ -189,9 +188,3 @@ def summarize(url: CheckpointURL, directory: Directory, manifests: Mapping[int |
         extra=written[0].extra if written else {},
         started_at=min((each.started_at for each in written if each.started_at is not None), default=None),
     )
-
-
-def find_step(name: str, settings: Settings) -> int | None:
-    """The step that ``DCP_S3_STEP_PATTERN``, or else the usual rule, finds in a name; None if there is none."""
-    pattern = settings.step_pattern
-    return step_of(name, None if pattern is None else compile_step_pattern(pattern))

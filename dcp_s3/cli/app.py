@@ -62,7 +62,7 @@ LAYOUT = "\n\t"
 # Control and formatting characters (also those that turn the direction of the text), lone surrogates, line ends.
 _OBEYED = ("Cc", "Cf", "Cs", "Zl", "Zp")
 
-_ANYWHERE = {"--endpoint-url": 2, "--profile": 2, "--region": 2, "--verbose": 1, "-v": 1, "-vv": 1}
+_ANYWHERE = {"--endpoint-url": 2, "--region": 2, "--verbose": 1, "-v": 1, "-vv": 1}
 """Options of all commands, and the words that they take."""
 
 _RETRIES = "dcp_s3.s3.diagnosis"
@@ -83,7 +83,7 @@ class Group(TyperGroup):
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         command: Any = super().get_command(ctx, cmd_name)
         if command is not None and not command.epilog:
-            command.epilog = "Options of all commands: -v, --endpoint-url, --profile, --region (see dcp-s3 --help)."
+            command.epilog = "Options of all commands: -v, --endpoint-url, --region (see dcp-s3 --help)."
         return command
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -173,18 +173,15 @@ def _main(
     endpoint_url: Annotated[
         str | None, typer.Option(metavar="URL", help="S3 endpoint, as DCP_S3_ENDPOINT_URL.")
     ] = None,
-    profile: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Profile of AWS's configuration, as DCP_S3_PROFILE.")
-    ] = None,
     region: Annotated[str | None, typer.Option(metavar="NAME", help="Region, as DCP_S3_REGION.")] = None,
 ) -> None:
     """PyTorch distributed checkpoints on S3: list, copy, verify and prune them."""
     stack = contextlib.ExitStack()
     ctx.call_on_close(stack.close)
-    if endpoint_url or profile or region:
+    if endpoint_url or region:
         from dcp_s3.settings import environment
 
-        stack.enter_context(environment(DCP_S3_ENDPOINT_URL=endpoint_url, DCP_S3_PROFILE=profile, DCP_S3_REGION=region))
+        stack.enter_context(environment(DCP_S3_ENDPOINT_URL=endpoint_url, DCP_S3_REGION=region))
     stack.enter_context(show_log(verbose))
 
 

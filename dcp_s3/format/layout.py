@@ -245,13 +245,12 @@ _STEPS = (
 )
 
 
-def step_of(name: str, pattern: re.Pattern[str] | None = None) -> int | None:
-    """The step in the last part of a checkpoint's URL or name: the last number after ``step``, ``iter``, ``checkpoint``
-    or ``epoch`` (``epoch=1-step=1000`` -> 1000); or all of it, if that is a number. None of any other (``llama-8b``).
-    With a ``pattern``: the digits that its first group finds."""
-    if pattern is None:
-        name = name.rstrip("/").rpartition("/")[2]
-    for each in _STEPS if pattern is None else (pattern,):
+def step_of(name: str) -> int | None:
+    """The step in the last part of a checkpoint's URL or name: the number after ``step``, ``iter``, ``checkpoint`` or
+    ``epoch``, the last of them (``epoch=1-step=1000`` -> 1000); or all of it, if that is a number. None of any other
+    (``llama-8b``): what it was named for is not known."""
+    name = name.rstrip("/").rpartition("/")[2]
+    for each in _STEPS:
         match = each.search(name)
         if match and match[1] and match[1].isascii() and match[1].isdigit():
             return int(match[1])

@@ -8,11 +8,7 @@ from dcp_s3.process import release, require_torch
 
 
 def require(package: str, at_least: str, below: str) -> None:
-    """Check that a framework is installed in a version that its adapter knows.
-
-    Raises:
-        ImportError: it is missing or of another version; the message says what to install.
-    """
+    """Raise ImportError, which says what to install, unless a framework is in a version that its adapter knows."""
     require_torch()
     try:
         found = metadata.version(package)

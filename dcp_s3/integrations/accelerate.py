@@ -1,5 +1,4 @@
-"""Accelerate: everything that `Accelerator.save_state` saves, as one state for `CheckpointManager`, so that it commits
-once.
+"""Accelerate: everything that `Accelerator.save_state` saves, as one state that commits once.
 
 >>> from dcp_s3.integrations.accelerate import training_state
 >>> state = training_state(accelerator)
@@ -7,11 +6,7 @@ once.
 ...     step = manager.restore(state) or 0
 ...     manager.save(step + 1000, state)
 
-Accelerate itself makes two DCP checkpoints, of the model and of the optimizer, and files on each rank's disk.
-
-Saved are models, optimizers, schedulers, the gradient scaler, registered objects, dataloaders, the random number
-generators of every rank and the count of micro-batches. All of it loads on another number of ranks, and into a plain,
-DDP or FSDP2 model, whichever it was saved from.
+It loads on another number of ranks, and into a plain, DDP or FSDP2 model, whichever it was saved from.
 """
 
 from __future__ import annotations
@@ -19,19 +14,13 @@ from __future__ import annotations
 import logging
 import random
 import re
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
+from torch.distributed.checkpoint import state_dict as states
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 
@@ -50,20 +39,17 @@ from accelerate.utils import extract_model_from_parallel  # noqa: E402
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
-
+# The private attributes of Accelerator (1.15) that are read here: it has no public list of what it has prepared.
 PRIVATE = ("_models", "_optimizers", "_schedulers", "_dataloaders", "_custom_objects")
-"""The private attributes of Accelerator (1.15) that are read here: it has no public list of what it has prepared."""
-
-_UNSUPPORTED = (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM, DistributedType.XLA)
 
 
 def training_state(accelerator: Accelerator) -> dict[str, Stateful]:
     """All that an accelerator has prepared, as a state for `CheckpointManager`, `dcp.save` and `dcp.load`.
 
-    Entries are ``model``, ``optimizer`` (``model_1``, ``optimizer_1`` and so on for further ones) and ``training`` for
-    everything else. Make it when everything is prepared and registered; it can be used for any number of saves. To load
-    it, there must be as many models, optimizers and so on as were saved, in the same order.
+    Entries are ``model``, ``optimizer`` (``model_1``, ``optimizer_1`` and so on for further ones) and ``training``: the
+    schedulers, the gradient scaler, registered objects, dataloaders, the random number generators of every rank and the
+    count of micro-batches. Make it when everything is prepared and registered; it can be used for any number of saves.
+    It loads if there are as many models, optimizers and so on as were saved, in the same order.
 
     Raises:
         CheckpointError: the accelerator uses DeepSpeed, Megatron-LM or XLA.
@@ -72,7 +58,7 @@ def training_state(accelerator: Accelerator) -> dict[str, Stateful]:
     check_supported(accelerator)
     models, optimizers = accelerator._models, accelerator._optimizers
     return {
-        **{f"model_{n}" if n else "model": model_part(each) for n, each in enumerate(models)},
+        **{f"model_{n}" if n else "model": ModelPart(each) for n, each in enumerate(models)},
         **{f"optimizer_{n}" if n else "optimizer": OptimizerPart(each, models) for n, each in enumerate(optimizers)},
         # Last also by name, in which order DCP loads: the random number generators come after all else.
         "training": TrainingPart(
@@ -83,91 +69,44 @@ def training_state(accelerator: Accelerator) -> dict[str, Stateful]:
 
 def check_supported(accelerator: Accelerator) -> None:
     """Raises `CheckpointError` for DeepSpeed, Megatron-LM and XLA: they keep the state themselves."""
-    if accelerator.distributed_type in _UNSUPPORTED:
+    if accelerator.distributed_type in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM, DistributedType.XLA):
         raise CheckpointError(
             f"dcp_s3.integrations.accelerate does not know {accelerator.distributed_type}, which keeps the state "
             "itself. Supported are one process, DDP and FSDP2"
         )
 
 
-def agree(work: Callable[[], T], failed: str) -> list[T]:
-    """Run ``work`` on each rank. Returns the results in rank order; if it raises on one rank, all raise. A collective
-    of the default process group; results are pickled.
-
-    Raises:
-        CheckpointError: it raised on another rank; the message is ``failed`` with the cause. Where it raised, that
-            error is raised.
-    """
-    group = dist.group.WORLD if process.is_initialized() else None
-    return Ranks(group).agree(work, lambda failures: CheckpointError(f"{failed}: {name_failed(failures)}"))
-
-
-# --- models and optimizers ------------------------------------------------------------------------------
+def all_ranks() -> Ranks:
+    """All ranks of the job, in the default process group."""
+    return Ranks(dist.group.WORLD if process.is_initialized() else None)
 
 
 class ModelPart(Stateful):
-    """The parameters and buffers of a model: plain, DDP, FSDP2 or other DTensors. Names are the module's own, without
-    what wrappers put before them, so that each of these loads what another one has saved."""
+    """The parameters and buffers of a model: plain, DDP, FSDP2 or other DTensors, by the module's own names, so that
+    each of these loads what another one has saved. With PEFT adapters: these, and what else is trained."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
+        self.adapters = frozenset(getattr(extract_model_from_parallel(model), "peft_config", ()))
 
     def state_dict(self) -> dict[str, Any]:
-        return dict(get_model_state_dict(self.model))
+        state = dict(states.get_model_state_dict(self.model))
+        if not self.adapters:
+            return state
+        parameters = extract_model_from_parallel(self.model).named_parameters(remove_duplicate=False)
+        trained = {_WRAPPERS.sub("", name) for name, each in parameters if each.requires_grad}
+        kept = (name for name in state if name in trained or not self.adapters.isdisjoint(name.split(".")))
+        return {name: state[name] for name in kept}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        set_model_state_dict(self.model, state_dict)
-
-
-class AdapterPart(ModelPart):
-    """What PEFT would save of a model, of all its adapters, and any other parameter that is trained."""
-
-    def state_dict(self) -> dict[str, Any]:
-        from peft import get_peft_model_state_dict
-
-        inner: Any = extract_model_from_parallel(self.model)
-        state = super().state_dict()
-        kept = {_WRAPPERS.sub("", name) for name, each in inner.named_parameters() if each.requires_grad}
-        resized = _has_other_vocabulary(inner)
-        ids = {
-            id(tensor)
-            for adapter in inner.peft_config
-            for tensor in get_peft_model_state_dict(
-                inner, state, adapter_name=adapter, save_embedding_layers=resized
-            ).values()
-        }
-        return {name: tensor for name, tensor in state.items() if name in kept or id(tensor) in ids}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        # The base model stays as it is.
-        set_model_state_dict(self.model, state_dict, options=StateDictOptions(strict=False))
+        states.set_model_state_dict(self.model, state_dict, options=states.StateDictOptions(strict=not self.adapters))
 
 
 _WRAPPERS = re.compile(r"\b(_checkpoint_wrapped_module|_orig_mod|_fsdp_wrapped_module)\.")
 
 
-def model_part(model: nn.Module) -> ModelPart:
-    """The part of a model that Accelerate has prepared; of one with PEFT adapters these alone."""
-    has_adapters = hasattr(extract_model_from_parallel(model), "peft_config")
-    return AdapterPart(model) if has_adapters else ModelPart(model)
-
-
-def _has_other_vocabulary(model: Any) -> bool:
-    """Whether the embeddings are not those of the base model, which PEFT saves then. PEFT asks the Hub about it; here
-    the files count that the model was loaded from."""
-    name: str = getattr(model, "name_or_path", "")
-    config: Any = getattr(model, "config", None)
-    if not name or not hasattr(config, "vocab_size"):
-        return False
-    try:
-        return bool(type(config).from_pretrained(name, local_files_only=True).vocab_size != config.vocab_size)
-    except OSError:
-        return False
-
-
 class OptimizerPart(Stateful):
-    """The state of an optimizer that Accelerate has prepared, by the names of the parameters of its model: one of
-    ``models``, or several."""
+    """The state of an optimizer that Accelerate has prepared, by the names of the parameters of its model or models."""
 
     def __init__(self, prepared: Any, models: Sequence[nn.Module]) -> None:
         # Accelerate's wrapper skips steps; DCP makes one, of zero length, where there is no state yet.
@@ -182,13 +121,10 @@ class OptimizerPart(Stateful):
         self.model = owners[0] if len(owners) == 1 else nn.ModuleList(owners)
 
     def state_dict(self) -> dict[str, Any]:
-        return dict(get_optimizer_state_dict(self.model, self.optimizer))
+        return dict(states.get_optimizer_state_dict(self.model, self.optimizer))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        set_optimizer_state_dict(self.model, self.optimizer, state_dict)
-
-
-# --- the rest -------------------------------------------------------------------------------------------
+        states.set_optimizer_state_dict(self.model, self.optimizer, state_dict)
 
 
 class TrainingPart(Stateful):
@@ -207,39 +143,39 @@ class TrainingPart(Stateful):
         accelerator, scaler = self.accelerator, self.accelerator.scaler
         state: dict[str, Any] = {}
 
+        # Everything that may raise on one rank alone, so that the others do not wait for it.
         def collect() -> tuple[dict[str, Any], list[Any]]:
-            own = [as_item(each.state_dict()) for each in self.registered]
+            own = [_as_item(each.state_dict()) for each in self.registered]
             state.update(
                 step=accelerator.step,
-                schedulers=as_item([scheduler.state_dict() for scheduler in self.schedulers]),
-                scaler=as_item(None if scaler is None else scaler.state_dict()),
+                schedulers=_as_item([scheduler.state_dict() for scheduler in self.schedulers]),
+                scaler=_as_item(None if scaler is None else scaler.state_dict()),
                 registered={str(at): each for at, each in enumerate(own)},
                 number_of_registered=len(own),
             )
-            mine = {
-                "rng": rng_state(accelerator.device),
-                "dataloaders": [_dataloader_state(loader, accelerator) for loader in self.dataloaders],
-            }
-            # Those with tensors may be large, and are not sent.
-            return mine, [None if process.rank() > 0 or _has(torch.Tensor, each) else each for each in own]
+            loaders = [_dataloader_state(loader, accelerator) for loader in self.dataloaders]
+            # Registered objects with tensors may be large, and are not sent.
+            sent = [None if process.rank() > 0 or _has(torch.Tensor, each) else each for each in own]
+            return {"rng": rng_state(accelerator.device), "dataloaders": loaders}, sent
 
-        # Everything that may raise on one rank alone, so that the others do not wait for it.
-        found = agree(collect, "the state of the training cannot be collected")
+        found = all_ranks().agree(
+            collect, lambda failures: CheckpointError(f"the state of the training: {name_failed(failures)}")
+        )
         state["registered"] |= {str(at): each for at, each in enumerate(found[0][1]) if each is not None}
-        return {**state, "ranks": as_item([mine for mine, _ in found])}
+        return {**state, "ranks": _as_item([mine for mine, _ in found])}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         accelerator, rank = self.accelerator, process.rank()
-        self.loaded = from_item(state_dict["ranks"])
+        self.loaded = _from_item(state_dict["ranks"])
         dataloaders = self.loaded[rank if rank < len(self.loaded) else 0]["dataloaders"]
         accelerator.step = state_dict["step"]
-        for scheduler, state in _pair("schedulers", self.schedulers, from_item(state_dict["schedulers"])):
+        for scheduler, state in _pair("schedulers", self.schedulers, _from_item(state_dict["schedulers"])):
             scheduler.load_state_dict(state)
-        if accelerator.scaler is not None and (state := from_item(state_dict["scaler"])) is not None:
+        if accelerator.scaler is not None and (state := _from_item(state_dict["scaler"])) is not None:
             accelerator.scaler.load_state_dict(state)
         registered = [state_dict["registered"].get(str(each)) for each in range(state_dict["number_of_registered"])]
         for each, state in _pair("registered objects", self.registered, registered):
-            each.load_state_dict(from_item(state))
+            each.load_state_dict(_from_item(state))
         for loader, state in _pair("dataloaders", self.dataloaders, dataloaders):
             _load_dataloader(loader, state, len(self.loaded) == process.world_size())
         self.set_rng()
@@ -258,14 +194,13 @@ def _pair(what: str, prepared: list[Any], saved: list[Any]) -> list[tuple[Any, A
     return list(zip(prepared, saved, strict=True))
 
 
-def as_item(state: Any) -> Any:
+def _as_item(state: Any) -> Any:
     """A state in a form that DCP saves as one item, whatever its structure is when it is loaded. One with DTensors
     stays as it is, because each of them must be an item of its own to load on another number of ranks."""
     return state if _has(DTensor, state) else (state,)
 
 
-def from_item(item: Any) -> Any:
-    """What was given to `as_item`."""
+def _from_item(item: Any) -> Any:
     return item[0] if isinstance(item, tuple) else item
 
 
@@ -314,22 +249,22 @@ def _sources_of_chance(loader: Any) -> tuple[SeedableRandomSampler | None, torch
 
 def rng_state(device: torch.device) -> dict[str, Any]:
     """The states of this rank's generators: Python's, numpy's, and torch's on the CPU and ``device``."""
-    states = {"python": random.getstate(), "torch": torch.get_rng_state(), "numpy": numpy.random.get_state()}
+    found = {"python": random.getstate(), "torch": torch.get_rng_state(), "numpy": numpy.random.get_state()}
     if device.type != "cpu":
-        states[device.type] = torch.get_device_module(device).get_rng_state()
-    return states
+        found[device.type] = torch.get_device_module(device).get_rng_state()
+    return found
 
 
 def set_rng_state(rank: int, saved: Sequence[Mapping[str, Any]], device: torch.device) -> None:
     """Restore what `rng_state` has returned on each rank. A rank that did not exist gets the state that all ranks had;
-    if they had different ones, it keeps its own, for no rank may draw another's numbers. Which, torch's generator on
-    the CPU tells: whoever seeds ranks differently seeds it, too."""
-    if rank >= len(saved) and not all(torch.equal(states["torch"], saved[0]["torch"]) for states in saved):
+    if they had different ones (by torch's generator on the CPU), it keeps its own: no rank may draw another's numbers.
+    """
+    if rank >= len(saved) and not all(torch.equal(each["torch"], saved[0]["torch"]) for each in saved):
         logger.warning("rank %d was not saved: its random number generators stay as they were seeded", rank)
         return
-    states = saved[rank if rank < len(saved) else 0]
-    random.setstate(states["python"])
-    torch.set_rng_state(states["torch"])
-    numpy.random.set_state(states["numpy"])
-    if device.type in states:
-        torch.get_device_module(device).set_rng_state(states[device.type])
+    found = saved[rank if rank < len(saved) else 0]
+    random.setstate(found["python"])
+    torch.set_rng_state(found["torch"])
+    numpy.random.set_state(found["numpy"])
+    if device.type in found:
+        torch.get_device_module(device).set_rng_state(found[device.type])

@@ -1,9 +1,8 @@
 """`register`: code that names no storage backend, or torch's own, uses this one for S3 URLs.
 
-It acts on torch's classes FileSystemWriter, FileSystemReader, FsspecWriter and FsspecReader themselves: making one for
-an S3 URL gives an `S3StorageWriter` or `S3StorageReader`. So it does not matter who makes it (`dcp.save` with a bare
-``checkpoint_id``, a framework), nor when the name was imported. Subclasses, local paths and other URLs are left alone.
-A `pathlib.Path` of an S3 URL, which has only one slash left, counts as that URL.
+It acts on torch's own classes: making a FileSystemWriter, FileSystemReader, FsspecWriter or FsspecReader for an S3 URL
+gives an `S3StorageWriter` or `S3StorageReader`, whoever makes it, and whenever the name was imported. Subclasses, local
+paths and other URLs are left alone. A `pathlib.Path` of an S3 URL, which has only one slash left, counts as that URL.
 """
 
 from __future__ import annotations
@@ -34,8 +33,8 @@ def register(*, overwrite: bool = False, settings: SettingsLike = None) -> None:
     """Make torch's own writers and readers of files use this backend for S3 URLs: those that `dcp.save`,
     `dcp.async_save` and `dcp.load` choose for ``checkpoint_id="s3://..."``, and those that frameworks make.
 
-    Other URLs and paths go where they went before. Another call replaces the arguments of the previous call, and
-    nothing else. Of a writer's own arguments, ``overwrite`` counts; how many files and threads it is to use does not.
+    Other URLs and paths go where they went before. Another call replaces the arguments of the previous call. Of a
+    writer's own arguments, ``overwrite`` counts; how many files and threads it is to use does not.
 
     >>> register()
     >>> dcp.save(state, checkpoint_id="s3://bucket/other/step-1")
@@ -58,11 +57,7 @@ def register(*, overwrite: bool = False, settings: SettingsLike = None) -> None:
 
 
 def unregister() -> None:
-    """Undo `register`. Further calls change nothing.
-
-    >>> register()
-    >>> unregister()
-    """
+    """Undo `register`. Further calls change nothing."""
     global _registration
     _registration = None
 
@@ -78,15 +73,11 @@ def _make(cls: type, url: str, given: Mapping[str, Any]) -> S3StorageWriter | S3
     overwrite, settings = _registration or (False, None)
     if cls not in _WRITERS:
         return S3StorageReader(url, settings=settings, _extension_registry=given.get("_extension_registry"))
-    if given.get("serialization_format", SerializationFormat.TORCH_SAVE) != SerializationFormat.TORCH_SAVE:
+    formats = given.get("serialization_format", SerializationFormat.TORCH_SAVE), given.get("_extensions") or None
+    if formats != (SerializationFormat.TORCH_SAVE, None):
         raise SettingsError(
-            f"{cls.__name__} cannot have {url} as safetensors: dcp_s3 writes DCP's own format. Remedy: save "
-            "in that, then `dcp-s3 export URL DEST`"
-        )
-    if given.get("_extensions"):
-        raise SettingsError(
-            f"{cls.__name__} cannot write {url} through stream extensions: dcp_s3 only reads what was written through "
-            "them. Remedy: leave _extensions out"
+            f"{cls.__name__} cannot write {url} as safetensors or through stream extensions: dcp_s3 writes DCP's own "
+            "format. Remedy: leave serialization_format and _extensions out; for safetensors then `dcp-s3 export`"
         )
     own = given.get("overwrite")
     overwrite = overwrite if own is None else bool(own)

@@ -35,42 +35,11 @@ _SHORT = 2**18
 """Bytes up to which a write is copied without a look at whose memory it is."""
 _CHUNK = 2**23
 """Bytes of copied writes that are sent as one piece, and of the requests that read a whole file."""
-_BLOCK = 2**20
+BLOCK = 2**20
 """Bytes that are read at once for shorter reads."""
 _PAUSES = (0.05, 2.0)
 """Seconds between two looks at the records, the first and the longest."""
 _NAME = "torch_checkpointing"
-
-
-class TensorMemory:
-    """The CPU memory of the tensors in dicts, lists and tuples."""
-
-    def __init__(self, data: object) -> None:
-        self.size = 0
-        """Bytes of the tensors."""
-        self._views: dict[int, memoryview] = {}
-        self._collect(data)
-        self._starts = sorted(self._views)
-
-    def _collect(self, value: object) -> None:
-        if isinstance(value, (dict, list, tuple)):
-            for each in value.values() if isinstance(value, dict) else value:
-                self._collect(each)
-        elif isinstance(value, torch.Tensor):
-            local = getattr(value, "_local_tensor", value)  # of a DTensor
-            self.size += local.nbytes
-            if local.device.type == "cpu" and local.layout == torch.strided:
-                whole = torch.empty(0, dtype=torch.uint8).set_(local.untyped_storage())
-                self._views[whole.data_ptr()] = view_bytes(whole)
-
-    def find(self, view: memoryview) -> memoryview | None:
-        """The same memory as a view that keeps its tensor alive; None if it is no tensor's."""
-        address: int = numpy.frombuffer(view, numpy.uint8).ctypes.data
-        index = bisect.bisect_right(self._starts, address) - 1
-        if index < 0:
-            return None
-        own, start = self._views[self._starts[index]], address - self._starts[index]
-        return own[start : start + view.nbytes] if start + view.nbytes <= own.nbytes else None
 
 
 class WriteStream(io.RawIOBase):
@@ -82,9 +51,15 @@ class WriteStream(io.RawIOBase):
     """
 
     def __init__(self, store: Store, key: str, data: object, done: Callable[[StreamedObject], None]) -> None:
-        self._memory, self._copied, self._done = TensorMemory(data), bytearray(), done
+        self._size, self._memory = 0, dict[int, memoryview]()  # of the tensors; that on the CPU by address
+        for tensor in _tensors(data):
+            self._size += tensor.nbytes
+            if tensor.device.type == "cpu" and tensor.layout == torch.strided:
+                whole = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
+                self._memory[whole.data_ptr()] = view_bytes(whole)
+        self._starts = sorted(self._memory)
+        self._copied, self._done, self._given_up = bytearray(), done, False
         self._waiting: queue.Queue[Piece | None] = queue.Queue(4)
-        self._given_up = False
         thread = ThreadPoolExecutor(1, "dcp_s3-file")
         self._sending = thread.submit(self._send, store, key)
         thread.shutdown(wait=False)
@@ -101,9 +76,15 @@ class WriteStream(io.RawIOBase):
 
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
-        own = self._memory.find(view) if view.nbytes > _SHORT else None
-        if own is None:
+        own = None
+        if view.nbytes > _SHORT:  # a view that keeps its tensor alive, if the memory is a tensor's
+            address: int = numpy.frombuffer(view, numpy.uint8).ctypes.data
+            if (index := bisect.bisect_right(self._starts, address) - 1) >= 0:
+                start = address - self._starts[index]
+                own = self._memory[self._starts[index]][start : start + view.nbytes]
+        if own is None or own.nbytes < view.nbytes:
             self._copied += view
+            own = None
         if self._copied and (own is not None or len(self._copied) >= _CHUNK):
             self._pass_on(Piece.of(self._copied))
             self._copied = bytearray()
@@ -116,27 +97,23 @@ class WriteStream(io.RawIOBase):
         if kind is None:
             self.close()
         else:
-            self._give_up()
+            self.__del__()
 
     def __del__(self) -> None:
-        self._give_up()
-
-    def close(self) -> None:
-        if self.closed:
-            return
-        super().close()
-        if self._copied:
-            self._pass_on(Piece.of(self._copied))
-        self._pass_on(None)
-        self._done(self._sending.result())
-
-    def _give_up(self) -> None:
         if not self.closed:
             super().close()
             self._given_up = True
             with contextlib.suppress(Exception):  # another failure is on its way
                 self._pass_on(None)
                 self._sending.result()
+
+    def close(self) -> None:
+        if not self.closed:
+            super().close()
+            if self._copied:
+                self._pass_on(Piece.of(self._copied))
+            self._pass_on(None)
+            self._done(self._sending.result())
 
     def _pass_on(self, piece: Piece | None) -> None:
         while not self._sending.done():
@@ -146,14 +123,23 @@ class WriteStream(io.RawIOBase):
         self._sending.result()  # its failure
 
     def _send(self, store: Store, key: str) -> StreamedObject:
-        with store.batch(total=self._memory.size) as batch:
-            return batch.put_stream(key, self._memory.size, self._pieces())
+        def pieces() -> Iterator[Piece]:
+            while (piece := self._waiting.get()) is not None:
+                yield piece
+            if self._given_up:
+                raise Cancelled
 
-    def _pieces(self) -> Iterator[Piece]:
-        while (piece := self._waiting.get()) is not None:
-            yield piece
-        if self._given_up:
-            raise Cancelled
+        with store.batch(total=self._size) as batch:
+            return batch.put_stream(key, self._size, pieces())
+
+
+def _tensors(data: object) -> Iterator[torch.Tensor]:
+    """The tensors in dicts, lists and tuples; of a DTensor its own."""
+    if isinstance(data, torch.Tensor):
+        yield getattr(data, "_local_tensor", data)
+    elif isinstance(data, (dict, list, tuple)):
+        for each in data.values() if isinstance(data, dict) else data:
+            yield from _tensors(each)
 
 
 class OpenFile:
@@ -180,6 +166,15 @@ class OpenFile:
         if end == self.size and self._crc and combine_crc64nvme(parts) != int(self._crc, 16):
             raise damaged_error(self._store.name, self.key)
 
+    def read_whole(self) -> bytearray:
+        """All of the file, in parallel requests."""
+        data = bytearray(self.size)
+        view = memoryview(data)
+        self._store.map(
+            lambda store, start: self.read(start, view[start : start + _CHUNK], store), range(0, self.size, _CHUNK)
+        )
+        return data
+
 
 def damaged_error(bucket: str, key: str) -> errors.CorruptCheckpointError:
     return errors.CorruptCheckpointError(
@@ -189,11 +184,10 @@ def damaged_error(bucket: str, key: str) -> errors.CorruptCheckpointError:
 
 
 class ReadStream(io.RawIOBase):
-    """A file that is read anywhere: long reads go into the reader's memory, short ones come from a block."""
+    """A file that is read anywhere, into the reader's memory."""
 
     def __init__(self, file: OpenFile) -> None:
         self._file, self._position = file, 0
-        self._block_start, self._block = 0, memoryview(b"")
 
     def readable(self) -> bool:
         return True
@@ -209,56 +203,27 @@ class ReadStream(io.RawIOBase):
         return self._position
 
     def readinto(self, buffer: Any) -> int:
-        start = self._position
         # An error must not keep memory exported: torch-checkpointing then unmaps it.
         with memoryview(buffer) as given, given.cast("B") as whole:
-            count = max(0, min(whole.nbytes, self._file.size - start))
+            count = max(0, min(whole.nbytes, self._file.size - self._position))
             with whole[:count] as view:
-                if count >= _BLOCK:
-                    self._file.read(start, view)
-                elif count:
-                    view[:] = self._find_block(start, count)
+                if count:
+                    self._file.read(self._position, view)
         self._position += count
         return count
-
-    def _find_block(self, start: int, count: int) -> memoryview:
-        if not self._block_start <= start <= start + count <= self._block_start + len(self._block):
-            self._block_start = min(start, max(0, self._file.size - _BLOCK))
-            self._block = memoryview(bytearray(min(_BLOCK, self._file.size - self._block_start)))
-            self._file.read(self._block_start, self._block)
-        return self._block[start - self._block_start :][:count]
-
-    def read_whole(self, store: Store) -> bytearray:
-        """All of the file, in parallel requests."""
-        data = bytearray(self._file.size)
-        view = memoryview(data)
-        store.map(
-            lambda store, start: self._file.read(start, view[start : start + _CHUNK], store),
-            range(0, len(data), _CHUNK),
-        )
-        return data
 
 
 # --- records --------------------------------------------------------------------------------------------
 
 
 def put_record(
-    store: Store,
-    url: CheckpointURL,
-    rank: int,
-    nonce: str,
-    files: Iterable[ObjectEntry] | None = None,
-    *,
-    of: str | None = None,
+    store: Store, url: CheckpointURL, rank: int, nonce: str, files: Iterable[ObjectEntry] | None = None, of: str = ""
 ) -> None:
-    """Write what a rank has written in this save, whose random id is ``nonce``; None: it is still writing.
-
-    Args:
-        of: rank 0's nonce.
-    """
+    """Record what a rank has written in this save, whose random id is ``nonce``; ``files`` None: it is still writing.
+    ``of`` is rank 0's nonce."""
     entries = None if files is None else [[each.path, each.size, each.crc64nvme] for each in files]
     data = json.dumps({"format_version": 1, "nonce": nonce, "of": of, "files": entries}).encode()
-    store.put(url.key(_record(rank)), data)
+    store.put(url.key(f"{FILES_PREFIX}{rank}.json"), data)
 
 
 def publish_files(
@@ -281,14 +246,16 @@ def publish_files(
     while (manifest := _find_manifest(store, url)) is None:
         missing = [each for each in range(world_size) if each not in records] if rank == 0 else [0]
         if rank == 0:
-            found = store.map(lambda store, each: _read(store, url, each), missing)
-            complete = ((each, data) for each, (data, fields) in zip(missing, found, strict=True)
-                        if fields.get("of") == nonce and fields["files"] is not None)  # fmt: skip
-            records |= dict(complete)
+            for each, data in zip(
+                missing, store.map(lambda store, each: _read(store, url, each), missing), strict=True
+            ):
+                fields = json.loads(data)
+                if fields.get("of") == nonce and fields["files"] is not None:
+                    records[each] = data
         else:
-            first = _read(store, url, 0)[1].get("nonce", "")
+            first = json.loads(_read(store, url, 0)).get("nonce", "")
             # Only what has this save's record: another attempt may have begun.
-            if first != told and (not told or _read(store, url, rank)[1].get("nonce") == nonce):
+            if first != told and (not told or json.loads(_read(store, url, rank)).get("nonce") == nonce):
                 put_record(store, url, rank, nonce, files, of=first)
                 told = first
         if len(records) == world_size:
@@ -318,10 +285,6 @@ def find_files(store: Store, url: CheckpointURL) -> Mapping[str, ObjectEntry] | 
     return {each.path: each for each in manifest.objects if not each.path.startswith(FILES_PREFIX)}
 
 
-def _record(rank: int) -> str:
-    return f"{FILES_PREFIX}{rank}.json"
-
-
 def _find_manifest(store: Store, url: CheckpointURL) -> Manifest | None:
     try:
         return find_manifest(store, url)
@@ -329,13 +292,12 @@ def _find_manifest(store: Store, url: CheckpointURL) -> Manifest | None:
         return None
 
 
-def _read(store: Store, url: CheckpointURL, rank: int) -> tuple[bytes, dict[str, Any]]:
-    """A rank's record, and its fields; empty if there is none."""
+def _read(store: Store, url: CheckpointURL, rank: int) -> bytes:
+    """A rank's record; an empty one if there is none."""
     try:
-        data = store.get(url.key(_record(rank))).data
+        return store.get(url.key(f"{FILES_PREFIX}{rank}.json")).data
     except errors.ObjectNotFoundError:
-        return b"", {}
-    return data, json.loads(data)
+        return b"{}"
 
 
 def _commit(store: Store, url: CheckpointURL, records: list[bytes]) -> None:
@@ -343,7 +305,7 @@ def _commit(store: Store, url: CheckpointURL, records: list[bytes]) -> None:
     for rank, data in enumerate(records):
         fields = json.loads(data)
         nonces[str(rank)] = fields["nonce"]
-        objects += [ObjectEntry(_record(rank), len(data), crc_hex(crc64nvme(data)))]
+        objects += [ObjectEntry(f"{FILES_PREFIX}{rank}.json", len(data), crc_hex(crc64nvme(data)))]
         objects += [ObjectEntry(*each) for each in fields["files"]]
     metadata = Metadata({}, {}, {}, StorageMeta(checkpoint_id=str(url), save_id=identity.save_id))
     commit = make_commit(

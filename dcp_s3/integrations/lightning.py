@@ -7,8 +7,7 @@
 ... )
 >>> trainer.fit(model, ckpt_path="last")
 
-Lightning decides which checkpoints to save and to remove. Import this before a ModelCheckpoint with an s3://
-``dirpath`` is made: where s3fs is not installed, this module tells Lightning which checkpoints lie there.
+Import this before a ModelCheckpoint with an s3:// ``dirpath`` is made: without s3fs it tells Lightning what is there.
 """
 
 # ruff: noqa: E402
@@ -24,7 +23,7 @@ import os
 from collections.abc import Mapping
 from datetime import datetime, timezone
 from importlib.util import find_spec
-from typing import Any, NoReturn
+from typing import Any
 
 import fsspec  # type: ignore[import-untyped]
 import torch
@@ -33,30 +32,19 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from torch.distributed.checkpoint import state_dict_loader
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict import (
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
+from torch.distributed.checkpoint import state_dict as states
 
 from dcp_s3 import errors
 from dcp_s3.checkpoint.info import CheckpointInfo
 from dcp_s3.checkpoint.look import inspect
-from dcp_s3.integrations.saves import Saves
-from dcp_s3.load.planner import S3LoadPlanner
+from dcp_s3.integrations.saves import Saves, load_state
 from dcp_s3.load.reader import S3StorageReader
 from dcp_s3.manager.agree import Ranks
-from dcp_s3.manager.restore import load_error
 from dcp_s3.retention.catalog import list_checkpoints
 from dcp_s3.s3.store import store_of
 from dcp_s3.settings import SettingsLike, resolve_settings
 from dcp_s3.stage.stager import S3Stager
 from dcp_s3.url import is_s3_url, parse_url
-
-# Private names of Lightning that are used here: `ModelCheckpoint._fs`, the filesystem in which it looks for its
-# checkpoints; `ModelParallelStrategy._save_distributed_checkpoint`, an argument.
 
 __all__ = ["S3ModelParallelStrategy"]
 
@@ -100,7 +88,7 @@ class S3ModelParallelStrategy(ModelParallelStrategy):
         self._saves = self._make_saves()
         for callback in trainer.checkpoint_callbacks:
             if isinstance(callback, ModelCheckpoint) and find_url(callback.dirpath) is not None:
-                # Also beside s3fs, which knows neither what is committed nor what is under way.
+                # Private. Also beside s3fs, which knows neither what is committed nor what is under way.
                 callback._fs = CheckpointFiles(self._saves)
 
     def save_checkpoint(
@@ -151,39 +139,40 @@ class S3ModelParallelStrategy(ModelParallelStrategy):
         if url is None:
             loaded: dict[str, Any] = super().load_checkpoint(checkpoint_path, weights_only)
             return loaded
-        ranks, safe = self._ranks, weights_only is not False
+        safe = weights_only is not False
+        strict, fitting = self.lightning_module.strict_loading, self.lightning_module.trainer.state.fn
         if self._saves is not None:
             self._saves.wait()
-
-        def reader() -> S3StorageReader:
-            return S3StorageReader(url, weights_only=safe, process_group=ranks.group, settings=self.settings)
-
-        meta = ranks.from_first(lambda: reader().attachment(_META))
-        try:
-            self._load(reader(), ranks.group)
-        except CheckpointException as error:
-            raise load_error(error, url) from error
+        meta = self._ranks.from_first(lambda: S3StorageReader(url, settings=self.settings).attachment(_META))
+        # Optimizers of an earlier `Trainer.fit` have no use for a state.
+        used = self.optimizers if fitting == TrainerFn.FITTING else []
+        optimizers = {f"optimizer_{number}": each for number, each in enumerate(used)}
+        state = {name: self.optimizer_state(each) for name, each in optimizers.items()}
+        state["state_dict"] = self.lightning_module_state_dict()
+        load_state(url, state, self._ranks.group, self.settings, partial=not strict, weights_only=safe)
+        self.model.load_state_dict(state["state_dict"], strict=strict)
+        for name, each in optimizers.items():
+            states.set_optimizer_state_dict(self.model, each, optim_state_dict=state[name])
         checkpoint: dict[str, Any] = torch.load(io.BytesIO(meta), weights_only=safe)
         return checkpoint
 
     def remove_checkpoint(self, filepath: str | os.PathLike[str]) -> None:
-        """Remove a checkpoint: during `Trainer.fit` in the background, when the save before is committed.
-
-        As with local paths, one that `Trainer.fit` began from, or of another run, stays.
-        """
+        """Remove a checkpoint: during `Trainer.fit` in the background, when the save before is committed. As with local
+        paths, one that `Trainer.fit` began from, or of another run, stays."""
         url = find_url(filepath)
         if url is None:
             super().remove_checkpoint(filepath)
-        elif self._saves is None or self._is_own(url):
+            return
+        # What ModelCheckpoint asks itself about local paths only.
+        trainer = self.lightning_module.trainer
+        roots = [find_url(getattr(callback, "dirpath", None)) for callback in trainer.checkpoint_callbacks]
+        is_own = any(root is not None and url.startswith(f"{root}/") for root in roots)
+        if self._saves is None or (is_own and url != find_url(trainer.ckpt_path)):
             with self._working_saves() as saves:
                 saves.remove(url)
 
     def teardown(self) -> None:
-        """Wait for the saves under way.
-
-        Raises:
-            SaveFailedError: one of them failed.
-        """
+        """Wait for the saves under way. Raises SaveFailedError if one failed."""
         saves, self._saves = self._saves, None  # Lightning calls this once more after an error
         try:
             if saves is not None:
@@ -191,48 +180,25 @@ class S3ModelParallelStrategy(ModelParallelStrategy):
         finally:
             super().teardown()
 
-    def _is_own(self, url: str) -> bool:
-        """What ModelCheckpoint asks itself about local paths only."""
-        trainer = self.lightning_module.trainer
-        roots = [find_url(getattr(callback, "dirpath", None)) for callback in trainer.checkpoint_callbacks]
-        own = any(root is not None and url.startswith(f"{root}/") for root in roots)
-        return own and url != find_url(trainer.ckpt_path)
-
     # Lightning's own copy to the host first. Here the stager does it, once.
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        return dict(get_model_state_dict(self.model))
+        return dict(states.get_model_state_dict(self.model))
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        return dict(get_optimizer_state_dict(self.model, getattr(optimizer, "optimizer", optimizer)))
+        return dict(states.get_optimizer_state_dict(self.model, getattr(optimizer, "optimizer", optimizer)))
 
-    def _load(self, reader: S3StorageReader, group: Any) -> None:
-        strict, fitting = self.lightning_module.strict_loading, self.lightning_module.trainer.state.fn
-        # Those of an earlier `Trainer.fit` have no use for a state.
-        used = self.optimizers if fitting == TrainerFn.FITTING else []
-        optimizers = {f"optimizer_{number}": each for number, each in enumerate(used)}
-        state = {name: self.optimizer_state(each) for name, each in optimizers.items()}
-        state["state_dict"] = self.lightning_module_state_dict()
-        planner = S3LoadPlanner(allow_partial_load=not strict)
-        state_dict_loader.load(state, storage_reader=reader, process_group=group, planner=planner)
-        self.model.load_state_dict(state["state_dict"], strict=strict)
-        for name, each in optimizers.items():
-            set_optimizer_state_dict(self.model, each, optim_state_dict=state[name])
+    def _working_saves(self) -> contextlib.AbstractContextManager[Saves]:
+        """Those of `Trainer.fit`; outside of it new ones, which have ended afterwards."""
+        return contextlib.closing(self._make_saves()) if self._saves is None else contextlib.nullcontext(self._saves)
 
     def _make_saves(self) -> Saves:
         # ModelCheckpoint saves a step twice: one of the best, and the last.
         return Saves(self._ranks, self.settings, S3Stager(self.settings), background=self._background, queue=1)
 
-    def _working_saves(self) -> contextlib.AbstractContextManager[Saves]:
-        """Those of `Trainer.fit`; outside of it new ones, which have ended afterwards."""
-        if self._saves is not None:
-            return contextlib.nullcontext(self._saves)
-        return contextlib.closing(self._make_saves())
-
 
 # --- what Lightning sees ----------------------------------------------------------------------------------
 
 _CHAINED = "s3::"
-_TYPE = {"size": 0, "type": "directory"}
 
 
 class CheckpointFiles(fsspec.AbstractFileSystem):
@@ -248,34 +214,27 @@ class CheckpointFiles(fsspec.AbstractFileSystem):
 
     def exists(self, path: str, **kwargs: Any) -> bool:
         """Whether a committed checkpoint is at or directly below ``path``."""
-        url = str(parse_url(_text(path)))
-        expected = None if self._saves is None else self._saves.will_hold(url)
-        return bool(_inspect(url) or self.ls(url)) if expected is None else expected
+        expected = None if self._saves is None else self._saves.will_hold(str(parse_url(_text(path))))
+        return (self._committed(path) is not None or bool(self.ls(path))) if expected is None else expected
 
-    def ls(self, path: str, detail: bool = True, **kwargs: Any) -> list[Any]:
+    isdir = exists
+
+    def ls(self, path: str, detail: bool = False, **kwargs: Any) -> list[str]:
         """The committed checkpoints directly below ``path``."""
         # Lightning normalizes the names as paths, and s3:/... would be a local one. A chained URL stays what it is.
-        found = [info for info in list_checkpoints(_text(path)) if info.committed]
-        names = [_CHAINED + info.url.removeprefix("s3://") for info in found]
-        return [{"name": name, **_TYPE} for name in names] if detail else names
-
-    def info(self, path: str, **kwargs: Any) -> dict[str, Any]:
-        """The entry of a committed checkpoint, or of a directory of them."""
-        if not self.exists(path):
-            raise FileNotFoundError(path)
-        return {"name": self._strip_protocol(path), **_TYPE}
+        found = list_checkpoints(_text(path))
+        return [_CHAINED + info.url.removeprefix("s3://") for info in found if info.committed]
 
     def modified(self, path: str) -> datetime:
         """When the checkpoint at ``path`` was committed."""
-        info = _inspect(_text(path))
-        if info is None:
+        if (info := self._committed(path)) is None:
             raise FileNotFoundError(path)
         return datetime.fromtimestamp(info.created_at or 0.0, tz=timezone.utc)
 
-    def _open(self, path: str, *args: Any, **kwargs: Any) -> NoReturn:
-        raise NotImplementedError(
-            f"dcp_s3 shows only which checkpoints there are, not {path}. Remedy: pip install s3fs"
-        )
+    def _committed(self, path: str) -> CheckpointInfo | None:
+        url = parse_url(_text(path))
+        found = inspect(store_of(url, resolve_settings(None)), url)
+        return found.info if found is not None and found.info.committed else None
 
 
 if find_spec("s3fs") is None:
@@ -283,11 +242,8 @@ if find_spec("s3fs") is None:
 
 
 def find_url(path: str | os.PathLike[str] | None) -> str | None:
-    """The S3 URL that Lightning means by a path; None if it is another path.
-
-    Raises:
-        InvalidURLError: Lightning took an S3 URL for a local path.
-    """
+    """The S3 URL that Lightning means by a path; None if it is another path. InvalidURLError if Lightning took an S3
+    URL for a local path."""
     text = os.fspath(path or "")
     if text.startswith(_CHAINED):
         text = _text(text)
@@ -302,9 +258,3 @@ def find_url(path: str | os.PathLike[str] | None) -> str | None:
 
 def _text(path: str) -> str:
     return path if is_s3_url(path) else "s3://" + path.removeprefix(_CHAINED)
-
-
-def _inspect(path: str) -> CheckpointInfo | None:
-    url = parse_url(path)
-    found = inspect(store_of(url, resolve_settings(None)), url)
-    return found.info if found is not None and found.info.committed else None

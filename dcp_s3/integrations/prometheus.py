@@ -1,21 +1,15 @@
-"""`dcp_s3.stats` for Prometheus (``prometheus-client``).
-
-A training process serves them with `serve`, or by registering `Collector` in the registry that it serves already.
-"""
+"""`dcp_s3.stats` for Prometheus: ``REGISTRY.register(Collector())`` in the registry that a training process serves."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
-from dcp_s3.errors import SettingsError
 from dcp_s3.events import stats
 from dcp_s3.integrations import require
 
 require("prometheus-client", "0.20", "1")
 
-from prometheus_client import CollectorRegistry, start_http_server  # noqa: E402 - what is missing was named
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric  # noqa: E402
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric  # noqa: E402 - what is missing was named
 from prometheus_client.registry import Collector as BaseCollector  # noqa: E402
 
 _GAUGES = {"last_step": "", "last_commit": "timestamp_seconds", "last_success": "timestamp_seconds"}
@@ -48,27 +42,3 @@ class Collector(BaseCollector):
                 if (value := getattr(state, field)) is not None:
                     family.add_metric([bucket], value)
             yield family
-
-
-def serve(port: int, address: str = "127.0.0.1") -> Any:
-    """Serve the metrics of this process over HTTP, in a thread, until the process ends.
-
-    Args:
-        port: TCP port; 0: any that is free.
-        address: address to listen at. Whoever reaches it can read them.
-
-    Returns:
-        The server; ``server_port`` is its port, ``shutdown()`` ends it.
-
-    Raises:
-        SettingsError: the port is taken, or must not be used.
-    """
-    registry = CollectorRegistry()
-    registry.register(Collector())
-    try:
-        server, _ = start_http_server(port, address, registry)
-    except (OSError, OverflowError) as error:
-        raise SettingsError(
-            f"metrics cannot be served at {address}:{port}: {error}. Remedy: choose another port"
-        ) from None
-    return server

@@ -1,5 +1,4 @@
-"""The saves of a framework that says itself when to save what to which URL: in the background, each replaces what lies
-at its URL, and what is to be deleted goes when they are committed. Needs no framework."""
+"""The saves of a framework that says itself when to save what to which URL, and what to delete. Needs no framework."""
 
 from __future__ import annotations
 
@@ -9,13 +8,18 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from torch.distributed.checkpoint import state_dict_saver
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.api import CheckpointException
 
 from dcp_s3 import errors
 from dcp_s3.failures import name_failed
+from dcp_s3.format.layout import step_of
+from dcp_s3.load.planner import S3LoadPlanner
+from dcp_s3.load.reader import S3StorageReader
 from dcp_s3.manager.agree import Failures, Ranks
 from dcp_s3.manager.background import BackgroundRetention, WaitCommitted, commit_of
 from dcp_s3.manager.inflight import BeginUpload, SaveInFlight, SavesInFlight, save_in_background, stage_save
+from dcp_s3.manager.restore import load_error
 from dcp_s3.retention.prune import remove
 from dcp_s3.save.writer import S3StorageWriter
 from dcp_s3.settings import Settings
@@ -36,21 +40,14 @@ class Saves:
     ``background`` are the same ranks in another group, for the saves: beside them ``ranks`` agree on the next one.
     None: ``ranks``, if they agree on nothing while a save is under way.
 
-    What is deleted after commits is for ``retention`` to say, or else a checkpoint is removed by its URL when the save
-    that began last before that call is committed, and never by its own save: so the newest committed one is never lost.
-    If that save fails, the checkpoint stays.
+    ``retention`` says what is deleted after commits. Without it, a checkpoint is removed by its URL when the save that
+    began last before that call, and is not its own, is committed. If that save fails, it stays.
     """
 
     def __init__(
-        self,
-        ranks: Ranks,
-        settings: Settings,
-        stager: S3Stager,
-        *,
-        background: Ranks | None = None,
-        queue: int = 0,
-        retention: BackgroundRetention | None = None,
-    ) -> None:
+        self, ranks: Ranks, settings: Settings, stager: S3Stager, *,
+        background: Ranks | None = None, queue: int = 0, retention: BackgroundRetention | None = None,
+    ) -> None:  # fmt: skip
         self._ranks, self._settings, self._stager = ranks, settings, stager
         self._background, self._queues = background or ranks, queue > 0
         self._retention = retention
@@ -99,7 +96,7 @@ class Saves:
             with self._removing:
                 self._removals.pop(url, None)
         self._step, self._begun = step, self._begun + 1
-        self._last[url] = self._begun
+        number = self._last[url] = self._begun
         upload: BeginUpload
         if blocking:
             group = self._background.group
@@ -108,26 +105,25 @@ class Saves:
             upload = stage_save(state, writer, self._background, self._stager, None)
         else:
             upload = functools.partial(save_in_background, state, writer, self._background, self._stager, None)
-        saved = functools.partial(self._saved, self._begun, writer)
+
+        def saved() -> None:
+            self._good.add(number)
+            self._commit = (number, commit_of(writer, self._settings))
+            if self._retention is not None:
+                self._retention.saved(self._wait_committed)
+
         started = self.in_flight.start(step, url, upload, saved, wait=blocking)
         self._under_way = [each for each in self._under_way if not each.ended.is_set()] + [started]
         return started.begun
 
     def wait(self) -> None:
-        """Wait for the saves under way.
-
-        Raises:
-            SaveFailedError: the last of them that failed, with the earlier ones as its context.
-        """
+        """Wait for the saves under way. Raises SaveFailedError: of the last that failed, with the earlier ones as its
+        context."""
         self.in_flight.settle()
         self.in_flight.raise_failure()
 
     def close(self) -> None:
-        """Wait for the saves under way, then for what is to be deleted. Then free the buffers.
-
-        Raises:
-            SaveFailedError: a save failed.
-        """
+        """Wait for the saves under way and for what is to be deleted, and free the buffers. Raises SaveFailedError."""
         try:
             self.wait()
         finally:
@@ -139,9 +135,7 @@ class Saves:
 
     def remove(self, url: str) -> None:
         """Remove a checkpoint in the background, when the last save before this call is committed. The first rank does.
-
-        It stays if it is pinned or being read, with a warning in the log.
-        """
+        It stays if it is pinned or being read, with a warning in the log."""
         if self._ranks.is_first:
             is_newest = self._last.get(url) == self._begun
             self._removals[url] = self._begun + 1 if is_newest else self._begun
@@ -154,12 +148,6 @@ class Saves:
         if any(each.url == url and not each.ended.is_set() for each in self._under_way):
             return True
         return False if url in self._removals else None
-
-    def _saved(self, number: int, writer: S3StorageWriter) -> None:
-        self._good.add(number)
-        self._commit = (number, commit_of(writer, self._settings))
-        if self._retention is not None:
-            self._retention.saved(self._wait_committed)
 
     def _wait_committed(self, timeout: float) -> None:
         number, wait = self._commit
@@ -183,3 +171,15 @@ class Saves:
                 except errors.CheckpointProtectedError as error:
                     logger.warning("%s", error)
                 self._removals.pop(url, None)
+
+
+def load_state(
+    url: str, state: dict[str, Any], group: Any, settings: Settings, *, partial: bool = False, **options: Any
+) -> None:
+    """`dcp.load`, with the options of an `S3StorageReader`. Raises RestoreFailedError with the causes by rank."""
+    reader = S3StorageReader(url, process_group=group, settings=settings, **options)
+    planner = S3LoadPlanner(allow_partial_load=partial)
+    try:
+        state_dict_loader.load(state, storage_reader=reader, planner=planner, process_group=group)
+    except CheckpointException as error:
+        raise load_error(error, url, step_of(url)) from error

@@ -1,8 +1,5 @@
 """torch-checkpointing on S3: give its CheckpointManager an `S3StorageConfig`, and `commit` as ``finalize_callback``.
-
-A directory right below the root is a checkpoint. Once its ``.metadata`` is there, it exists, and is
-listed, pruned and verified like any other. See docs/torch-checkpointing.md.
-"""
+See docs/torch-checkpointing.md."""
 
 from __future__ import annotations
 
@@ -14,24 +11,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import torch.distributed as dist
 from typing_extensions import Buffer
 
-from dcp_s3 import errors
+from dcp_s3 import errors, process
 from dcp_s3.format.control_files import ObjectEntry
 from dcp_s3.format.layout import FILES_PREFIX, METADATA, is_attachment_name, new_save_id
-from dcp_s3.integrations import require
-from dcp_s3.integrations.files import (
-    OpenFile,
-    ReadStream,
-    WriteStream,
-    damaged_error,
-    find_files,
-    publish_files,
-    put_record,
-)
+from dcp_s3.integrations import files, require
 from dcp_s3.memory import crc_hex
-from dcp_s3.process import launch
 from dcp_s3.retention.prune import remove
 from dcp_s3.s3.store import store_of
 from dcp_s3.settings import SettingsLike, resolve_settings
@@ -65,9 +51,9 @@ class S3StorageConfig(StorageConfig):
     def __post_init__(self) -> None:
         parse_url(self.root)
         self.settings = resolve_settings(self.settings)
-        self.rank, self.world_size = launch().rank or 0, launch().world_size or 1
-        if dist.is_available() and dist.is_initialized():
-            self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        distributed, launched = process.is_initialized(), process.launch()
+        self.rank = process.rank() if distributed else launched.rank
+        self.world_size = process.world_size() if distributed else launched.world_size
 
     def create_storage(self) -> S3Storage:
         return S3Storage(self)
@@ -79,12 +65,19 @@ def commit(args: CallbackArgs) -> None:
     Raises:
         CheckpointExistsError, TransferError, StorageError: it is not committed with what this rank has written.
     """
-    if not isinstance(args.storage, S3Storage):
+    storage = args.storage
+    if not isinstance(storage, S3Storage):
         raise errors.SaveProtocolError(
-            f"commit needs S3Storage, and the storage is {type(args.storage).__name__}. Remedy: give the "
-            "CheckpointManager storage_config=S3StorageConfig(...)"
+            f"commit needs S3Storage, and the storage is {type(storage).__name__}. Remedy: give the CheckpointManager "
+            "storage_config=S3StorageConfig(...)"
         )
-    args.storage.commit(Path(args.path))
+    name = storage._checkpoint(Path(args.path))
+    (nonce, written), url = storage._begin(name), storage._root.child(name)
+    wait = storage._settings.stall_timeout or float("inf")
+    try:
+        files.publish_files(storage._store, url, storage._rank, storage._world_size, nonce, written.values(), wait)
+    finally:
+        storage._writing.pop(name)
 
 
 class S3Storage(Storage):
@@ -100,25 +93,25 @@ class S3Storage(Storage):
         self._rank, self._world_size = config.rank, config.world_size
         # Random id of each save that this process takes part in, and the files that it has written, by relative path.
         self._writing: dict[str, tuple[str, dict[str, ObjectEntry]]] = {}
-        self._open: dict[Path, OpenFile] = {}
+        self._open: dict[Path, files.OpenFile] = {}
         self._lock = threading.Lock()
 
     # --- writing ----------------------------------------------------------------------------------------
 
-    def get_write_stream(self, path: Path, data: object) -> WriteStream:
+    def get_write_stream(self, path: Path, data: object) -> files.WriteStream:
         """The stream for ``data``; the memory of its tensors is sent without copies."""
         name, rest = self._split(path)
         if not is_attachment_name(rest):
             raise OSError(errno.EINVAL, "no file of a checkpoint can have this name", str(path))
-        _, files = self._begin(name)
+        _, written = self._begin(name)
 
         def done(stored: StreamedObject) -> None:
             crc = None if stored.crc64nvme is None else crc_hex(stored.crc64nvme)
-            files[rest] = ObjectEntry(rest, stored.size, crc)
+            written[rest] = ObjectEntry(rest, stored.size, crc)
 
-        return WriteStream(self._store, self._root.child(name).key(rest), data, done)
+        return files.WriteStream(self._store, self._root.child(name).key(rest), data, done)
 
-    def stream_write(self, path: Path) -> WriteStream:
+    def stream_write(self, path: Path) -> files.WriteStream:
         return self.get_write_stream(path, None)
 
     def write(self, path: Path, data: Buffer) -> None:
@@ -141,20 +134,9 @@ class S3Storage(Storage):
                 url, nonce = self._root.child(name), new_save_id()
                 if self._store.exists(url.key(METADATA)):
                     raise FileExistsError(errno.EEXIST, "it is committed: delete it first", str(url))
-                put_record(self._store, url, self._rank, nonce)
+                files.put_record(self._store, url, self._rank, nonce)
                 self._writing[name] = nonce, {}
             return self._writing[name]
-
-    def commit(self, path: Path) -> None:
-        """See `commit`, the function."""
-        name = self._checkpoint(path)
-        nonce, files = self._begin(name)
-        wait = self._settings.stall_timeout or float("inf")
-        try:
-            url = self._root.child(name)
-            publish_files(self._store, url, self._rank, self._world_size, nonce, files.values(), wait)
-        finally:
-            self._writing.pop(name)
 
     # --- changing ---------------------------------------------------------------------------------------
 
@@ -170,9 +152,7 @@ class S3Storage(Storage):
         """Delete a checkpoint, its commit first. What was not committed is left for `prune`.
 
         Raises:
-            CheckpointProtectedError: it is pinned, or somebody reads it.
-            CheckpointNotFoundError: there is none.
-            SaveProtocolError: it is part of one.
+            CheckpointProtectedError, CheckpointNotFoundError
         """
         name = self._checkpoint(path)
         self._writing.pop(name, None)
@@ -182,21 +162,21 @@ class S3Storage(Storage):
 
     def stream_read(self, path: Path, read_args: ReadArgs | None = None) -> io.RawIOBase:
         """The file, in the version that was there when it was last looked for (`exists`, `getsize`)."""
-        stream = ReadStream(self._open.get(path) or self._look(path))
+        file = self._open.get(path) or self._look(path)
         if read_args is None or read_args.pre_read_full_file:
-            return io.BytesIO(stream.read_whole(self._store))  # type: ignore[return-value]
-        return stream
+            return io.BytesIO(file.read_whole())  # type: ignore[return-value]
+        return io.BufferedReader(files.ReadStream(file), files.BLOCK)  # type: ignore[return-value]
 
-    def _look(self, path: Path) -> OpenFile:
+    def _look(self, path: Path) -> files.OpenFile:
         """Open a file. What was committed is compared with what is there."""
         name, rest = self._split(path)
         entry, key = (self._entries(name) or {}).get(rest), self._root.child(name).key(rest)
         if entry is None:
-            raise _missing(path)
+            raise FileNotFoundError(errno.ENOENT, "no such file", str(path))
         head = self._store.head(key, checksum=entry.crc64nvme is not None)
         if head.size != entry.size or (head.crc64nvme and entry.crc64nvme not in (None, head.crc64nvme)):
-            raise damaged_error(self._root.bucket, key)
-        self._open[path] = OpenFile(self._store, key, head.size, head.etag, entry.crc64nvme)
+            raise files.damaged_error(self._root.bucket, key)
+        self._open[path] = files.OpenFile(self._store, key, head.size, head.etag, entry.crc64nvme)
         return self._open[path]
 
     def getsize(self, path: Path) -> int:
@@ -212,9 +192,7 @@ class S3Storage(Storage):
         self._open.pop(path, None)
         name, rest = self._split(path)
         entries = self._entries(name) if name else {}
-        if not rest:
-            return entries is not None
-        return any(f"{each}/".startswith(f"{rest}/") for each in entries or ())
+        return entries is not None and (not rest or any(f"{each}/".startswith(f"{rest}/") for each in entries))
 
     def isdir(self, path: Path) -> bool:
         name, rest = self._split(path)
@@ -222,7 +200,7 @@ class S3Storage(Storage):
 
     def ls(self, path: Path) -> list[str]:
         if not self.isdir(path):
-            raise _missing(path)
+            raise FileNotFoundError(errno.ENOENT, "no such directory", str(path))
         name, rest = self._split(path)
         if name:
             below = f"{rest}/" if rest else ""
@@ -243,7 +221,7 @@ class S3Storage(Storage):
         if name in self._writing:
             return self._writing[name][1]
         url = self._root.child(name)
-        if (committed := find_files(self._store, url)) is not None:
+        if (committed := files.find_files(self._store, url)) is not None:
             return committed
         skip = len(url.key(""))
         found = {each.key[skip:]: each.size for each in self._store.list(url.key("")).objects}
@@ -267,7 +245,3 @@ class S3Storage(Storage):
             )
         name, _, rest = f"{url}/"[len(root) :].rstrip("/").partition("/")
         return name, rest
-
-
-def _missing(path: Path) -> FileNotFoundError:
-    return FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))

@@ -1,31 +1,22 @@
 """torchtitan on S3: `S3CheckpointManager` takes the place of torchtitan's CheckpointManager in ``config.checkpoint``.
-
-torchtitan decides when to save and load which states, this decides how: with our writer, reader and stager, the newest
-checkpoint from our catalog, and our retention, which runs after commits. See docs/torchtitan.md.
-"""
+torchtitan decides when to save and load which states, this decides how. See docs/torchtitan.md."""
 
 from __future__ import annotations
 
 import logging
-import time
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint import state_dict_loader
-from torch.distributed.checkpoint.api import CheckpointException
 
 from dcp_s3 import errors
 from dcp_s3.failures import name_failed
 from dcp_s3.format.layout import step_of
 from dcp_s3.integrations import require
-from dcp_s3.integrations.saves import Saves
-from dcp_s3.load.planner import S3LoadPlanner
-from dcp_s3.load.reader import S3StorageReader
-from dcp_s3.manager.agree import Failures, Ranks
+from dcp_s3.integrations.saves import Saves, load_state
+from dcp_s3.manager.agree import Ranks
 from dcp_s3.manager.arguments import check_settings
 from dcp_s3.manager.background import retain
-from dcp_s3.manager.restore import load_error
 from dcp_s3.manager.select_checkpoint import ChosenCheckpoint, choose, impatient, latest_order, step_order
 from dcp_s3.retention.catalog import CheckpointCatalog
 from dcp_s3.retention.policy import KeepLatest, parse_policy, policy_from_settings
@@ -40,16 +31,15 @@ from torchtitan.observability import structured_logger  # noqa: E402
 from torchtitan.tools.utils import GarbageCollection  # noqa: E402
 
 # Of CheckpointManager it overrides _load, _wait_for_saving, _purge_stale_checkpoints and _close, and
-# calls _states_to_load. They are private, so the versions above are those that were looked at, and tests name them.
+# calls _states_to_load. They are private: the versions above are those that were looked at.
 
 logger = logging.getLogger(__name__)
 
 
 class S3CheckpointManager(CheckpointManager):
-    """torchtitan's CheckpointManager for a folder on S3.
-
-    Checkpoints are called ``{folder}/step-{N}``, as torchtitan calls them. A save replaces what an earlier run left at
-    its step. A save that fails in the background is logged at once and raised by the next `save` or `close`.
+    """torchtitan's CheckpointManager for a folder on S3: checkpoints are ``{folder}/step-{N}``. A save replaces what an
+    earlier run left at its step. One that fails in the background is logged at once, and raised by the next `save` or
+    `close`.
 
     Raises:
         SettingsError: ``retention`` is not a policy, or the folder is not on S3.
@@ -101,23 +91,16 @@ class S3CheckpointManager(CheckpointManager):
                 retention = retain(self.folder, policy, self._settings)
             self._saves = Saves(self._ranks, self._settings, self.stager, retention=retention)
 
-        def refuse(failures: Failures) -> errors.CheckpointError:
-            why = f"no S3CheckpointManager is made: {name_failed(failures)}"
-            return errors.CheckpointError(why, url=self.folder)
-
-        self._ranks.agree(configure, refuse)
+        why = "no S3CheckpointManager is made: "
+        self._ranks.agree(configure, lambda found: errors.CheckpointError(why + name_failed(found), url=self.folder))
 
     # --- save ----------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def dcp_save(
-        self,
-        state_dict: dict[str, Any],
-        checkpoint_id: str,
-        async_mode: AsyncMode,
-        enable_garbage_collection: bool = False,
-        to_hf: bool = False,
-    ) -> Any:
+        self, state_dict: dict[str, Any], checkpoint_id: str, async_mode: AsyncMode,
+        enable_garbage_collection: bool = False, to_hf: bool = False,
+    ) -> Any:  # fmt: skip
         """Save to S3. Returns what torchtitan's does in each mode: None, a Future, or an AsyncSaveResponse."""
         # In threads of this process: another process, as torchtitan has for pinned memory, takes 10 s to start, and
         # gains nothing, because uploads run outside of Python's lock.
@@ -161,30 +144,20 @@ class S3CheckpointManager(CheckpointManager):
                 logger.info("there is no checkpoint under %s: a fresh start", self.folder)
                 return False
         logger.info("Loading the checkpoint from %s.", url)
-        began = time.monotonic()
         quantized = hf and self.initial_load_in_hf_quantized
         self.dcp_load(self._states_to_load(model_only), url, from_hf=hf, from_quantized=quantized)
         GarbageCollection.collect("GC collection for checkpoint loading.")
-        logger.info("Finished loading the checkpoint in %.2f seconds.", time.monotonic() - began)
         return True
 
     def dcp_load(self, state_dict: dict[str, Any], checkpoint_id: str, from_hf: bool, from_quantized: bool) -> None:
         if from_quantized or not is_s3_url(checkpoint_id):
             super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
             return
-        chosen, group = self._chosen, self._ranks.group
+        chosen = self._chosen
         local = chosen is not None and chosen.local
-        reader = S3StorageReader(
-            checkpoint_id,
-            include_uncommitted=local,
-            process_group=group,
-            settings=impatient(self._settings) if local else self._settings,
-        )
+        settings = impatient(self._settings) if local else self._settings
         wanted = self.sd_adapter.to_hf(state_dict) if from_hf else state_dict
-        try:
-            state_dict_loader.load(wanted, storage_reader=reader, planner=S3LoadPlanner(), process_group=group)
-        except CheckpointException as error:
-            raise load_error(error, checkpoint_id, step_of(checkpoint_id)) from error
+        load_state(checkpoint_id, wanted, self._ranks.group, settings, include_uncommitted=local)
         if MODEL in self.states:
             self.states[MODEL].load_state_dict(self.sd_adapter.from_hf(wanted) if from_hf else wanted)
         if chosen is not None:

@@ -4,8 +4,7 @@
 >>> trainer = S3Trainer(model=model, args=args, train_dataset=data, checkpoint_root="s3://bucket/run")
 >>> trainer.train(resume_from_checkpoint=True)
 
-A TrainerCallback cannot do this: ``on_save`` comes after the Trainer has written its files, and when ``on_train_begin``
-comes it has decided where in the data it begins.
+A TrainerCallback cannot do this: ``on_save`` comes after the Trainer has written its files.
 """
 
 from __future__ import annotations
@@ -16,16 +15,13 @@ import json
 import logging
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from dcp_s3 import process
 from dcp_s3.errors import CheckpointError
 from dcp_s3.integrations import require
-from dcp_s3.manager.arguments import resolve_policy
 from dcp_s3.manager.manager import CheckpointManager
-from dcp_s3.retention.policy import AnyOf, KeepBest, KeepLatest, Mode, PolicyFunction
-from dcp_s3.settings import resolve_settings
-from dcp_s3.url import URLLike, is_s3_url, parse_url
+from dcp_s3.retention.policy import PolicyFunction
+from dcp_s3.url import URLLike, parse_url
 
 require("transformers", "5.23", "6")
 require("accelerate", "1.15", "2")
@@ -33,27 +29,21 @@ require("accelerate", "1.15", "2")
 from transformers import Trainer  # noqa: E402
 from transformers.trainer_callback import ExportableState  # noqa: E402
 
-from dcp_s3.integrations.accelerate import OptimizerPart, TrainingPart, agree, check_supported, model_part  # noqa: E402
+from dcp_s3.integrations.accelerate import ModelPart, OptimizerPart, TrainingPart, all_ranks, check_supported  # noqa: E402
 
 logger = logging.getLogger(__name__)
 
 # The private methods of Trainer (transformers 5.23) that are overridden here.
-PRIVATE = (
-    "_save_checkpoint", "_load_from_checkpoint", "_load_optimizer_and_scheduler", "_load_rng_state", "_load_best_model",
-)  # fmt: skip
+PRIVATE = ("_save_checkpoint", "_load_from_checkpoint", "_load_optimizer_and_scheduler", "_load_rng_state")
 
-if TYPE_CHECKING:
-    _AnyTrainer = Any
-else:
-    _AnyTrainer = object
+_AnyTrainer: Any = object
 
 
 class S3Checkpoints(_AnyTrainer):
     """Puts the checkpoints of a Trainer on S3: ``class MyTrainer(S3Checkpoints, SFTTrainer): pass``.
 
-    They are saved when the Trainer saves (``save_strategy``, ``save_steps``), in the background, each of them whole or
-    not at all: model, optimizer, scheduler, gradient scaler, random number generators and the TrainerState. The
-    evaluation's metrics of that step are stored with it, for retention and ``dcp-s3 ls``.
+    They are saved when the Trainer saves, in the background: model, optimizer, scheduler, gradient scaler, random
+    number generators and the TrainerState, with what was logged of that step as metrics.
 
     ``train(resume_from_checkpoint=True)`` goes on from the latest, on any number of ranks, and begins anew if there is
     none yet; a number is a step under the root. No checkpoint under the root may be later than the step at which the
@@ -61,8 +51,8 @@ class S3Checkpoints(_AnyTrainer):
 
     Args:
         checkpoint_root: ``s3://bucket/run``. Checkpoints are ``{root}/step-00001000`` and so on.
-        retention: see `CheckpointManager`. None: ``save_total_limit`` of the TrainingArguments. The best one by
-            ``metric_for_best_model`` is kept besides, the newest of equal ones.
+        retention: see `CheckpointManager`. None: ``save_total_limit`` of the TrainingArguments, and the best
+            one by ``metric_for_best_model``.
         args, kwargs: as for the Trainer. Its ``output_dir`` remains, for what is no checkpoint.
 
     Raises:
@@ -70,11 +60,7 @@ class S3Checkpoints(_AnyTrainer):
     """
 
     def __init__(
-        self,
-        *args: Any,
-        checkpoint_root: URLLike,
-        retention: PolicyFunction | str | None = None,
-        **kwargs: Any,
+        self, *args: Any, checkpoint_root: URLLike, retention: PolicyFunction | str | None = None, **kwargs: Any
     ) -> None:
         super().__init__(*args, **kwargs)
         self.checkpoint_root = str(parse_url(checkpoint_root))
@@ -93,7 +79,7 @@ class S3Checkpoints(_AnyTrainer):
             SaveFailedError: a checkpoint could not be saved.
             RestoreFailedError, CheckpointNotFoundError, CorruptCheckpointError
             CheckpointError: there are later checkpoints under the root than the step at which this training begins, it
-                uses DeepSpeed, or ``resume_from_checkpoint`` is a path.
+                uses DeepSpeed, ``resume_from_checkpoint`` is a path, or ``load_best_model_at_end`` is set.
         """
         check_supported(self.accelerator)
         wanted, limit = resume_from_checkpoint or None, self.args.save_total_limit
@@ -102,67 +88,57 @@ class S3Checkpoints(_AnyTrainer):
                 f"resume_from_checkpoint = {wanted!r} is a path. Remedy: the step, a number; to go on from another "
                 f"run, `dcp-s3 cp` its checkpoint below {self.checkpoint_root} first"
             )
+        if self.args.load_best_model_at_end:
+            raise CheckpointError(
+                "load_best_model_at_end looks for directories. Remedy: leave it out, and load the best checkpoint "
+                "after the training (CheckpointManager.restore of the step 'best')"
+            )
+        policy, metric = self.retention, self.args.metric_for_best_model
+        if policy is None and limit:
+            policy = f"latest:{limit}"
+            if metric is not None:
+                mode = "max" if self.args.greater_is_better else "min"
+                policy += f" best:1:eval_{metric.removeprefix('eval_')}:{mode}:drop"
         with contextlib.ExitStack() as stack:
-            manager = CheckpointManager(self.checkpoint_root, retention=self._policy(), overwrite=True)
+            manager = CheckpointManager(self.checkpoint_root, retention=policy, overwrite=True)
             self._manager = stack.enter_context(manager)
             try:
-                folder = None
-                if wanted is not True:  # that is the latest
-                    self._refuse_later(wanted or 0)
-                if wanted is not None:
-                    folder = self._find(None if wanted is True else wanted)
-                found = None if folder is None else stack.enter_context(folder)
+                folder = None if wanted is None else stack.enter_context(tempfile.TemporaryDirectory())
+                if not self._find(wanted, folder):
+                    folder = None
                 self.args.save_total_limit = None  # it would be applied to what lies in output_dir
-                return super().train(resume_from_checkpoint=found, **kwargs)
+                return super().train(resume_from_checkpoint=folder, **kwargs)
             finally:
                 self.args.save_total_limit = limit
                 self._manager = self._resumed = self._training = None
 
-    def _policy(self) -> PolicyFunction | None:
-        limit, policy = self.args.save_total_limit or 0, self.retention
-        if policy is None and limit > 0:
-            policy = KeepLatest(limit)
-        policy = resolve_policy(policy, resolve_settings(None))
-        if policy is None or self.args.metric_for_best_model is None:
-            return policy
-        return AnyOf((policy, KeepBest(1, *self._metric(), missing="drop")))
-
-    def _metric(self) -> tuple[str, Mode]:
-        """Name of the metric by which the Trainer finds the best model, and its mode."""
-        name = self.args.metric_for_best_model.removeprefix("eval_")
-        return f"eval_{name}", "max" if self.args.greater_is_better else "min"
-
-    def _refuse_later(self, start: int) -> None:
-        """Check that no checkpoint is later than the step at which the training begins."""
-        [latest, *_] = agree(
-            lambda: self._manager.latest_step() if process.rank() == 0 else None,
-            f"the training under {self.checkpoint_root} does not begin",
-        )
-        if latest is not None and latest > start:
-            raise CheckpointError(
-                f"{self.checkpoint_root} has checkpoints up to step {latest}, and this training would begin after step "
-                f"{start}: retention would delete its new ones first. Remedy: resume_from_checkpoint=True to go on "
-                f"from there, another checkpoint_root, or delete the later ones (dcp-s3 rm)",
-                url=self.checkpoint_root,
-            )
-
-    def _find(self, wanted: int | None) -> tempfile.TemporaryDirectory[str] | None:
-        """A folder with the state of the Trainer, from which it learns where to go on; None to begin anew."""
+    def _find(self, wanted: int | None, folder: str | None) -> bool:
+        """Put the state of the Trainer, from which it learns where to go on, into a folder. False: to begin anew."""
+        if wanted is not True:  # that is the latest
+            latest = all_ranks().from_first(self._manager.latest_step)
+            if latest is not None and latest > (wanted or 0):
+                raise CheckpointError(
+                    f"{self.checkpoint_root} has checkpoints up to step {latest}, and this training would begin after "
+                    f"step {wanted or 0}: retention would delete its new ones first. Remedy: "
+                    "resume_from_checkpoint=True to go on from there, another checkpoint_root, or delete the later "
+                    "ones (dcp-s3 rm)", url=self.checkpoint_root,
+                )  # fmt: skip
+        if folder is None:
+            return False
         state = {"trainer": ""}
-        self._resumed = self._manager.restore(state, wanted)
+        self._resumed = self._manager.restore(state, None if wanted is True else wanted)
         if self._resumed is None:
             logger.warning("nothing was saved under %s yet: training begins anew", self.checkpoint_root)
-            return None
+            return False
         trainer = json.loads(state["trainer"])
         trainer["best_model_checkpoint"] = None  # the Trainer would look for a directory
-        folder = tempfile.TemporaryDirectory()
-        Path(folder.name, "trainer_state.json").write_text(json.dumps(trainer))
-        return folder
+        Path(folder, "trainer_state.json").write_text(json.dumps(trainer))
+        return True
 
     def _everything(self) -> dict[str, Any]:
         model = self.model_wrapped
         return {
-            "model": model_part(model),
+            "model": ModelPart(model),
             "optimizer": OptimizerPart(self.optimizer, [model]),
             "training": TrainingPart(self.accelerator, [self.lr_scheduler], [], []),
         }
@@ -172,16 +148,15 @@ class S3Checkpoints(_AnyTrainer):
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         self.store_flos()
         state, step = self.state, self.state.global_step
-        if state.best_global_step == step:
-            state.best_model_checkpoint = self._manager.url(step)
         callbacks = [
             each for each in [*self.callback_handler.callbacks, self.control] if isinstance(each, ExportableState)
         ]
         trainer = dataclasses.asdict(dataclasses.replace(state, stateful_callbacks=callbacks))
-        logged = [entry for entry in state.log_history if entry.get("step") == step]
         metrics = {
             name: value
-            for name, value in (pair for entry in logged for pair in entry.items())
+            for entry in state.log_history
+            if entry.get("step") == step
+            for name, value in entry.items()
             if name != "step" and isinstance(value, (int, float))
         }
         self._manager.save(step, {**self._everything(), "trainer": json.dumps(trainer)}, metrics)
@@ -194,20 +169,10 @@ class S3Checkpoints(_AnyTrainer):
             state = self._everything()
             self._manager.restore(state, self._resumed)
             self._training = state["training"]
-            if self.state.best_global_step:
-                self.state.best_model_checkpoint = self._manager.url(self.state.best_global_step)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         if self._resumed is not None:  # after the batches of before were skipped
             self._training.set_rng()
-
-    def _load_best_model(self) -> None:
-        if not is_s3_url(self.state.best_model_checkpoint):
-            super()._load_best_model()
-            return
-        metric, mode = self._metric()
-        step = self._manager.restore({"model": model_part(self.model_wrapped)}, "best", metric=metric, mode=mode)
-        self.state.best_model_checkpoint = self._manager.url(step)
 
 
 class S3Trainer(S3Checkpoints, Trainer):

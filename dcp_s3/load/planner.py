@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from itertools import chain
+from itertools import chain, islice
 from operator import attrgetter
 from typing import Any
 
@@ -243,6 +243,7 @@ def _bounds(boxes: Sequence[AnyBox], dims: int) -> tuple[Any, Any]:
 
 
 _NAMED = 5  # names in a message
+_MOST_NAMES = 1000  # that an error has, because it goes to each rank
 _ADVICE = (
     "Remedy: build the model with the configuration that was saved. If the names differ by what they begin with or by "
     "a wrapper's part (module., _orig_mod.): load into a state with the saved names, for example {'model': state}"
@@ -286,6 +287,7 @@ def _mismatch(state: Mapping[str, Any], metadata: Metadata, strict: bool) -> Mis
         named = some(f"{name} (saved {one}, current {other})" for name, (one, other) in more)
         text += f", and for {len(more)} more: {named}" if more else ""
         text += f"; also not saved: {plural(len(missing), 'name')} of the state ({some(missing)})" if missing else ""
+        shapes = dict(islice(shapes.items(), _MOST_NAMES))
         return TensorMismatchError(f"{text}{which}. {_ADVICE}", url=url, fqn=fqn, shapes=shapes)
     if missing:
         unexpected = [fqn for fqn in saved if fqn not in state]
@@ -294,7 +296,8 @@ def _mismatch(state: Mapping[str, Any], metadata: Metadata, strict: bool) -> Mis
         if unexpected:
             text += f" Saved but not in the state: {plural(len(unexpected), 'name')} ({some(unexpected)})."
         text += f" Of other shapes: {some(shapes)}." if shapes else ""
-        return MissingKeysError(f"{text} {_ADVICE}. {_PARTIAL}", url=url, missing=missing, unexpected=unexpected)
+        names = {"missing": missing[:_MOST_NAMES], "unexpected": unexpected[:_MOST_NAMES]}
+        return MissingKeysError(f"{text} {_ADVICE}. {_PARTIAL}", url=url, fqn=missing[0], **names)
     kinds = [fqn for fqn, entry in state.items() if _is_other_kind(saved.get(fqn), entry)]
     text = f"Saved tensors are no tensors in the state to load into: {some(kinds)}{which}. {_ADVICE}"
     return TensorMismatchError(text, url=url, fqn=kinds[0])

@@ -18,11 +18,10 @@ from torch.futures import Future
 
 from dcp_s3 import errors, process
 from dcp_s3.checkpoint.attachments import check_bytes, find_attachments, missing_error, read_attachment, read_extra
-from dcp_s3.checkpoint.info import find_step
 from dcp_s3.events import Listener, Loaded, LoadFailed, LoadStarted, emit
 from dcp_s3.failures import called_by_dcp
 from dcp_s3.format.control_files import Manifest
-from dcp_s3.format.layout import new_save_id
+from dcp_s3.format.layout import new_save_id, step_of
 from dcp_s3.load.assign import MAX_PIECE, Assignment, plan_sharing
 from dcp_s3.load.exchange import Exchange
 from dcp_s3.load.fetch import Fetcher
@@ -153,7 +152,7 @@ class S3StorageReader(StorageReader):
         is_load, self._asked_for_url = self._asked_for_url, False
         try:
             url, store = self._here()
-            self._step = find_step(url.name, self.settings)
+            self._step = step_of(url.name)
             self._began = time.monotonic(), store.counters()
             emit(LoadStarted(url=str(url), step=self._step, rank=process.rank()), self.on_event)
             metadata = self._fetch_metadata(kwargs.get("rank"))

@@ -12,7 +12,6 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 from dcp_s3 import errors
 from dcp_s3.checkpoint.commit import check_metrics as check_storable
-from dcp_s3.checkpoint.info import find_step
 from dcp_s3.retention.policy import PolicyFunction, parse_policy, policy_from_settings
 from dcp_s3.retention.prune import check_grace
 from dcp_s3.settings import Settings
@@ -81,12 +80,6 @@ def resolve_policy(retention: PolicyFunction | str | None, settings: Settings) -
 
 
 def check_settings(settings: Settings, prunes: bool) -> None:
-    """Refuse (SettingsError) settings that would make every retention run fail, and a pattern that finds no step."""
+    """Refuse (SettingsError) settings that would make every retention run fail."""
     if prunes:
         check_grace(settings.retention_grace, force=False)
-    for step in (12, 10**9):
-        if find_step(step_name(step), settings) != step:
-            raise errors.SettingsError(
-                f"DCP_S3_STEP_PATTERN = {settings.step_pattern!r} does not find step {step} in {step_name(step)!r}, "
-                "which is how a CheckpointManager names it. Remedy: unset it, or let it find such names, too"
-            )

@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 
 from dcp_s3.coordination.processes import withdraw
 from dcp_s3.errors import SaveFailedError, SaveProtocolError
-from dcp_s3.failures import Failed, first_cause, frames_of_others, left_by_save, panel, without_tracebacks
+from dcp_s3.failures import frames_of_others, name_failed, panel, without_tracebacks
 from dcp_s3.manager.agree import Ranks, for_others
 from dcp_s3.save.writer import S3StorageWriter
 from dcp_s3.stage.handover import StagedState
@@ -214,16 +214,16 @@ class SavesInFlight:
         failures = {failed: for_others(cause) for failed, cause in failures.items()}
         frames = frames_of_others(error)
         without_tracebacks(error)
-        failed = Failed(
+        text = panel(
             f"the save of step {save.step} to {save.url}",
             failures,
-            left=left_by_save(failures.values()),
+            left="no new checkpoint, and the earlier ones untouched; `dcp-s3 prune` removes what was uploaded",
             last_good="none of this run yet" if self.last_good is None else f"step {self.last_good}",
             resume="" if self.last_good is None else "manager.restore(state)",
         )
-        failure = SaveFailedError(panel(failed), url=save.url, step=save.step, failures=failures, rank=self._rank)
+        failure = SaveFailedError(text, url=save.url, step=save.step, failures=failures, rank=self._rank)
         if self._rank > 0 and isinstance(error, SaveProtocolError):  # without collectives: each rank that is left knows
-            logger.error("step %d is not saved: %s", save.step, first_cause(failures))
+            logger.error("step %d is not saved: %s", save.step, name_failed(failures))
         else:
             logger.log(logging.DEBUG if is_shared and self._rank > 0 else logging.ERROR, "%s%s", failure, frames)
         return failure

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from dcp_s3 import errors
 from dcp_s3.coordination.processes import end_era
 from dcp_s3.events import Listener
-from dcp_s3.failures import Failed, explain, left_by_load, name_failed, panel, real_causes
+from dcp_s3.failures import name_failed, panel, real_causes
 from dcp_s3.load.planner import S3LoadPlanner
 from dcp_s3.load.reader import S3StorageReader
 from dcp_s3.manager import arguments
@@ -50,11 +50,11 @@ def load_error(
     """The error of a `dcp.load` that failed, with the causes by rank; ``alone``: the other ranks do not learn of it."""
     failures = error if isinstance(error, dict) else _failures_of(error)
     what = f"the load of {url}" if step is None else f"the load of step {step} from {url}"
-    left, resume = left_by_load(failures.values()), ""
+    left, resume = "the state may be partly loaded", ""
     if alone:
-        left = f"{left}{'; ' if left else ''}other ranks may have loaded it, so no other one is tried"
+        left += "; other ranks may have loaded it, so no other one is tried"
         resume = "manager.restore(state, step=...) on all ranks"
-    text = panel(Failed(what, failures, left=left, resume=resume))
+    text = panel(what, failures, left=left, resume=resume)
     return errors.RestoreFailedError(text, url=url, step=step, failures=failures, rank=rank)
 
 
@@ -167,7 +167,9 @@ class RunReader:
             if alone or not all(isinstance(error, _UNUSABLE) for error in real_causes(failures).values()):
                 raise load_error(failures, found.url, found.step, rank=ranks.rank, alone=alone)
             if ranks.is_first:
-                logger.warning("%s could not be restored %s. Looking for another one", found.url, explain(failures))
+                logger.warning(
+                    "%s could not be restored: %s. Looking for another one", found.url, name_failed(failures)
+                )
             passed_over.append(found.url)
 
     def _load(self, found: select.ChosenCheckpoint, state: dict[str, Any], planner: LoadPlanner | None) -> Failures:

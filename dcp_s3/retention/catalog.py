@@ -16,7 +16,7 @@ from typing import Any
 from dcp_s3 import errors
 from dcp_s3.checkpoint.commit_state import check_metadata, not_found_error
 from dcp_s3.checkpoint.directory import Directory
-from dcp_s3.checkpoint.info import CheckpointInfo, LeftoverObject, age_order, find_step, summarize
+from dcp_s3.checkpoint.info import CheckpointInfo, LeftoverObject, age_order, summarize
 from dcp_s3.checkpoint.look import Inspected, find_damage, inspect, tell_unreadable
 from dcp_s3.format.control_files import Manifest
 from dcp_s3.format.layout import BOARD_PREFIX, METADATA, What, classify
@@ -43,10 +43,9 @@ class CheckpointCatalog:
     2000
 
     Args:
-        root: ``s3://bucket/run`` for checkpoints at ``s3://bucket/run/step-1000`` and so on (else InvalidURLError).
-        settings: a `Settings`, or a mapping of those that differ from the environment. ``step_pattern`` says where in a
-            name the step is; without it, that is the number after ``step``, ``iter``, ``checkpoint`` or ``epoch``, or
-            the whole name.
+        root: ``s3://bucket/run`` for checkpoints at ``s3://bucket/run/step-1000`` and so on.
+        settings: a `Settings`, or a mapping of those that differ from the environment. The step of
+            a checkpoint is the number after ``step``, ``iter``, ``checkpoint`` or ``epoch`` in its name, or all of it.
         store: where the checkpoints are, if not in the root's bucket as the settings reach it.
     """
 
@@ -153,8 +152,7 @@ class CheckpointCatalog:
             url = parse_url(journal.url)
             if str(url) == str(self.root.child(url.name)):
                 info = summarize(url, Directory.of_sizes({METADATA: 0}), {None: Manifest.from_json(data)})
-                step = find_step(url.name, self.settings)
-                found.append(replace(info, state="local", step=step, etag=None, modified_at=None))
+                found.append(replace(info, state="local", etag=None, modified_at=None))
         return sorted(found, key=age_order)
 
     def _look(
@@ -175,8 +173,6 @@ class CheckpointCatalog:
         )
         found = {each.info.name: each for each in looked if each is not None}
         infos = {name: each.info for name, each in found.items()}
-        if self.settings.step_pattern is not None:
-            infos = {name: replace(info, step=find_step(name, self.settings)) for name, info in infos.items()}
         for info in local:
             before = infos.get(info.name)
             keep = before if before is not None and before.committed else info

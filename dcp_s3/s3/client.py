@@ -82,7 +82,7 @@ def client_options(settings: Settings, session: Any) -> tuple[dict[str, Any], di
 def get_client(settings: Settings) -> Any:
     """This process's boto3 S3 client for the endpoint of ``settings``. Thread safe."""
     endpoint = settings.endpoint_url or ":".join(aws_endpoint_variable() or ())
-    key = endpoint, settings.region, settings.profile, settings.addressing_style
+    key = endpoint, settings.region, settings.addressing_style
     client = _clients.get(key)
     if client is None:
         with _lock:
@@ -95,7 +95,7 @@ def get_client(settings: Settings) -> Any:
 
 
 def _make_client(settings: Settings) -> Any:
-    core = botocore.session.Session(profile=settings.profile)  # creating clients from the default one: not thread safe
+    core = botocore.session.Session()  # creating clients from the default one: not thread safe
     options, config = client_options(settings, core)
     client = boto3.session.Session(botocore_session=core).client("s3", config=Config(**config), **options)
     for operation in ("UploadPart", "PutObject"):
@@ -144,7 +144,7 @@ def find_endpoint(session: Any) -> ChainValue | None:
 
 def find_chain(settings: Settings) -> dict[str, ChainValue]:
     """The chain's values for the settings that are left to it, by setting name."""
-    session, found = botocore.session.Session(profile=settings.profile), dict[str, ChainValue | None]()
+    session, found = botocore.session.Session(), dict[str, ChainValue | None]()
     try:
         session.get_scoped_config()  # raises if the profile is missing, even if nothing of it is needed
         if settings.endpoint_url is None:

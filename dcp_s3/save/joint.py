@@ -19,7 +19,6 @@ from dcp_s3 import errors
 from dcp_s3.checkpoint.attachments import check_distinct
 from dcp_s3.checkpoint.commit import Commit, check_readable, delete_quietly, versions
 from dcp_s3.checkpoint.commit_state import SaveIdentity, exists_error, find_previous, find_save_id
-from dcp_s3.checkpoint.info import find_step
 from dcp_s3.coordination import protocol
 from dcp_s3.coordination.driving import Driver
 from dcp_s3.coordination.identity import Attempt, current_attempt
@@ -30,7 +29,7 @@ from dcp_s3.coordination.protocol import FailedError, UnreachableError
 from dcp_s3.coordination.values import ABORTED, OPEN, Claim, Intent, Key, Merged
 from dcp_s3.failures import name_ranks
 from dcp_s3.format.control_files import Manifest
-from dcp_s3.format.layout import joint_object, new_nonce
+from dcp_s3.format.layout import joint_object, new_nonce, step_of
 from dcp_s3.format.part import Part, WrittenItem, digest_of, encode, item_hash
 from dcp_s3.limit import Deadline
 from dcp_s3.process import collector_paused
@@ -292,7 +291,7 @@ def begin_joint_save(
         return Save(url, save_id, settings, **options)
     if settings.spill_dir is not None:
         _warn_of_spilling(str(settings.spill_dir))
-    step = find_step(url.name, settings) if step is None else step
+    step = step_of(url.name) if step is None else step
     if counted is None and not options.get("is_blocking"):
         counted = count_of(attempt, url, step)
         if step is None and counted.number[2] > 1:

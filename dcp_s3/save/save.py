@@ -16,11 +16,10 @@ from torch.distributed.checkpoint.storage import WriteResult
 from dcp_s3.checkpoint.attachments import Attachment, check_distinct
 from dcp_s3.checkpoint.commit import Committer, make_commit
 from dcp_s3.checkpoint.commit_state import Beginning, CommitState, SaveIdentity, find_state
-from dcp_s3.checkpoint.info import find_step
 from dcp_s3.errors import CheckpointError, SaveProtocolError
 from dcp_s3.events import Committed, Listener, Written, emit
 from dcp_s3.format.control_files import ObjectEntry
-from dcp_s3.format.layout import DCP_VERSION, new_nonce
+from dcp_s3.format.layout import DCP_VERSION, new_nonce, step_of
 from dcp_s3.limit import Deadline, Limit
 from dcp_s3.process import collector_paused, world_size
 from dcp_s3.s3.multipart import can_copy
@@ -96,7 +95,7 @@ class Save:
             identity, listener = self._identity, self.on_event
             self._base_store = SpillingStore(self._s3, disk, str(self.url), self.save_id, self.rank, listener)
             self._committer = SpillingCommitter(self._base_store, identity, self._beginning, overwrite=self.overwrite)
-        self.step = find_step(self.url.name, self.settings)
+        self.step = step_of(self.url.name)
         self._throttled_before = self._s3.counters().throttled
         self.throttled = 0
         """Requests of this process to the bucket that S3 throttled from the beginning until this rank had written."""

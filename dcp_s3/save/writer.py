@@ -20,14 +20,13 @@ from torch.futures import Future
 from dcp_s3 import process
 from dcp_s3.checkpoint.attachments import Attachment, make_attachment
 from dcp_s3.checkpoint.commit import check_metrics
-from dcp_s3.checkpoint.info import find_step
 from dcp_s3.coordination.ownership import Replicas
 from dcp_s3.coordination.processes import CountedSave
 from dcp_s3.errors import CheckpointError, InvalidURLError, SaveProtocolError, SettingsError, TransferError
 from dcp_s3.events import Listener, SaveFailed, SaveStarted, emit
 from dcp_s3.failures import called_by_dcp, frames_of_others
 from dcp_s3.format.control_files import check_extra
-from dcp_s3.format.layout import metadata_object, new_save_id
+from dcp_s3.format.layout import metadata_object, new_save_id, step_of
 from dcp_s3.s3.store import store_of
 from dcp_s3.save.joint import begin_joint_save
 from dcp_s3.save.plan import OBJECTS_PER_RANK
@@ -422,7 +421,7 @@ class S3StorageWriter(StorageWriter, AsyncStager):
             url = self._here.url or (self._last.url if self._last is not None else self._url)
             if (background := current_save()) is not None:
                 background.error, background.if_unfinished, is_logged = error, None, True
-        step = None if url is None else find_step(url.name, self.settings)
+        step = None if url is None else step_of(url.name)
         if is_logged and not self.caller_reports:
             logger.error(
                 "the asynchronous save%s to %s failed on rank %d: %s: %s%s",

@@ -55,17 +55,14 @@ def rows(*arguments: str) -> dict[str, dict[str, Any]]:
 def test_options_stand_before_or_after_the_command_and_last_as_long_as_it(
     after: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = tmp_path / "config"
-    config.write_text("[profile lab]\nregion = eu-north-1\n")
-    monkeypatch.setenv("AWS_CONFIG_FILE", str(config))
     monkeypatch.setenv("DCP_S3_ENDPOINT_URL", "http://env:9000")
     monkeypatch.delenv("DCP_S3_REGION", raising=False)
     monkeypatch.delenv("AWS_DEFAULT_REGION", raising=False)
     before = dict(os.environ)
-    options = ["--endpoint-url", "http://typed:9000", "--profile=lab"]
+    options = ["--endpoint-url", "http://typed:9000", "--region=eu-north-1"]
     found = rows(*([*_SETTINGS, *options] if after else [*options, *_SETTINGS]))
     assert found["endpoint_url"]["value"] == "http://typed:9000"
-    assert (found["profile"]["value"], found["region"]["value"]) == ("lab", "eu-north-1")
+    assert found["region"]["value"] == "eu-north-1"
     assert rows(*_SETTINGS, "--region", "us-west-2")["region"]["value"] == "us-west-2"
     assert dict(os.environ) == before
 

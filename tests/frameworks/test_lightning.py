@@ -6,7 +6,6 @@ The small training goes on bit by bit on any power of two of ranks.
 from __future__ import annotations
 
 import os
-import threading
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
@@ -17,7 +16,7 @@ import boto3
 import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
 from torch.distributed.checkpoint import save
@@ -38,7 +37,6 @@ from tests.preload import MODULES
 MODULES.append("lightning.pytorch")  # imported once, by the process that ranks are forked from
 
 ROOT = f"s3://{BUCKET}/run"
-TIMEOUT = 250.0  # seconds for a few runs of `Trainer.fit`, on a busy machine
 STEPS_PER_EPOCH = 4
 
 
@@ -107,7 +105,7 @@ class Run:
     checkpoint: dict[str, Any] = field(default_factory=lambda: {"save_last": True, "save_top_k": 1})
 
 
-def make_trainer(run: Run, *callbacks: Callback) -> Trainer:
+def make_trainer(run: Run) -> Trainer:
     """The trainer of a run, with a working directory of its own."""
     kind = ModelParallelStrategy if run.stock else S3ModelParallelStrategy
     strategy = kind(data_parallel_size=run.ranks, tensor_parallel_size=1)
@@ -116,7 +114,7 @@ def make_trainer(run: Run, *callbacks: Callback) -> Trainer:
         devices=run.ranks,
         strategy=strategy,
         max_epochs=run.epochs,
-        callbacks=[ModelCheckpoint(dirpath=run.dirpath, **run.checkpoint), *callbacks],
+        callbacks=[ModelCheckpoint(dirpath=run.dirpath, **run.checkpoint)],
         use_distributed_sampler=False,
         logger=False,
         enable_progress_bar=False,
@@ -144,32 +142,14 @@ def fit_all(directory: Path, runs: list[Run]) -> list[Fitted]:
     return [fit(run) for run in runs]
 
 
-def fit(run: Run, *callbacks: Callback) -> Fitted:
+def fit(run: Run) -> Fitted:
     """Fit, and say what came of it."""
-    trainer, model = make_trainer(run, *callbacks), Model()
+    trainer, model = make_trainer(run), Model()
     trainer.fit(model, loader(), ckpt_path=run.ckpt_path)
     callback = trainer.checkpoint_callback
     assert isinstance(callback, ModelCheckpoint)
     files = frozenset(str(path) for path in Path.cwd().rglob("*"))
     return Fitted(whole_state(model), model.losses, callback.best_model_path, callback.last_model_path, files)
-
-
-class Marker(Callback):
-    """Writes an object when a step is done."""
-
-    def __init__(self, step: int) -> None:
-        self._step = step
-
-    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
-        if trainer.global_step == self._step:
-            client = boto3.Session().client("s3", endpoint_url=os.environ["DCP_S3_ENDPOINT_URL"])
-            client.put_object(Bucket=BUCKET, Key="marker", Body=b"")
-
-
-def fit_with_marker(directory: Path, run: Run, step: int) -> Fitted:
-    """Fit, and write an object called ``marker`` after a step."""
-    os.chdir(directory)
-    return fit(run, Marker(step))
 
 
 def fit_and_fail(directory: Path, runs: list[Run]) -> list[tuple[str, int]]:
@@ -260,23 +240,6 @@ def test_a_run_that_is_killed_in_a_save_goes_on_on_another_number_of_ranks(
     assert not [path for path in tmp_path.rglob("*") if "ckpt" in path.name or "s3:" in path.name]
 
 
-def test_training_goes_on_while_both_saves_of_a_step_are_held(faulty: FaultyServer, tmp_path: Path) -> None:
-    marked, waited = threading.Event(), []
-
-    def hold(request: Any) -> None:
-        if request.key == "marker":
-            marked.set()
-        elif request.operation == "PutObject" and not marked.is_set():
-            waited.append(marked.wait(TIMEOUT))
-
-    faulty.rule = hold
-    run = Run(ROOT, 2, ranks=1)
-    run_ranks(1, fit_with_marker, tmp_path, run, 2 * STEPS_PER_EPOCH - 1)
-    assert waited
-    assert all(waited)
-    assert committed(ROOT) == {name(2), "last.ckpt"}
-
-
 def test_a_failed_save_is_raised_on_all_ranks_at_the_next_save_or_at_the_end_of_fit(
     faulty: FaultyServer, tmp_path: Path
 ) -> None:
@@ -351,13 +314,9 @@ def test_what_lightning_sees(faulty: FaultyServer) -> None:
     assert [find_url(os.path.normpath(each)) for each in found] == [b, last]
     assert files.exists(found[0])
     assert files.modified(found[0]) >= started
-    assert files.info(last)["type"] == "directory"
     for missing in (a, f"{ROOT}/other"):
-        for look in (files.info, files.modified):
-            with pytest.raises(FileNotFoundError):
-                look(missing)
-    with pytest.raises(NotImplementedError, match="install s3fs"):
-        files.open(last, "wb")
+        with pytest.raises(FileNotFoundError):
+            files.modified(missing)
 
 
 def test_lightning_sees_what_will_be_there(faulty: FaultyServer) -> None:

@@ -259,7 +259,7 @@ def test_the_common_part_waits_for_its_save(root: str, installed: Any) -> None:
 def test_what_goes_to_the_process_that_saves_is_its_own() -> None:
     shared, view, alone = torch.ones(4).share_memory_(), torch.ones(8)[:4], torch.ones(4)
     tensors = {MetadataIndex(str(number)): tensor for number, tensor in enumerate((shared, view, alone))}
-    prepared = megatron.Prepared(None, None, {index: megatron._own_memory(tensor) for index, tensor in tensors.items()})
+    prepared = megatron.Prepared(None, None, {index: megatron.own_memory(tensor) for index, tensor in tensors.items()})
     for tensor in megatron.preload(prepared).data.values():
         assert torch.equal(tensor, torch.ones(4))
         assert tensor.untyped_storage().nbytes() == tensor.nbytes

@@ -3,7 +3,6 @@ options on S3, what others wrote, and runs that are killed in a save."""
 
 from __future__ import annotations
 
-import inspect
 import os
 import signal
 import sys
@@ -89,24 +88,6 @@ def steps_on_s3() -> list[int | None]:
 
 
 # --- the class ------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("name", "arguments"),
-    [
-        ("__init__", "config dataloader model_parts optimizers lr_schedulers states sd_adapter base_folder"),
-        ("dcp_save", "state_dict checkpoint_id async_mode enable_garbage_collection to_hf"),
-        ("dcp_load", "state_dict checkpoint_id from_hf from_quantized"),
-        ("_load", "step"),
-        ("_wait_for_saving", ""),
-        ("_purge_stale_checkpoints", ""),
-        ("_close", ""),
-        ("_save_last_step", "curr_step"),
-        ("_states_to_load", "model_only"),
-    ],
-)
-def test_torchtitan_has_the_hooks_that_are_overridden_or_called(name: str, arguments: str) -> None:
-    assert " ".join([*inspect.signature(getattr(CheckpointManager, name)).parameters][1:]) == arguments
 
 
 def test_the_config_takes_torchtitans_options_from_the_command_line() -> None:

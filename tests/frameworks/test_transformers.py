@@ -21,10 +21,10 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast, TrainerCallback, TrainingArguments
 from trl import SFTConfig, SFTTrainer
 
-from dcp_s3 import KeepLatest, inspect, list_checkpoints, read_tensor, read_tensors, remove
+from dcp_s3 import KeepLatest, inspect, list_checkpoints, read_tensors, remove
 from dcp_s3.demo.train import state_digest
 from dcp_s3.errors import CheckpointError, CheckpointNotFoundError
-from dcp_s3.integrations.accelerate import OptimizerPart, model_part
+from dcp_s3.integrations.accelerate import ModelPart, OptimizerPart
 from dcp_s3.integrations.transformers import PRIVATE, S3Checkpoints, S3Trainer
 from examples import transformers as example
 from tests.faulty import BUCKET, FaultyServer
@@ -140,7 +140,7 @@ def train(run: Run, directory: Path | None, resume: Any = True) -> tuple[int, st
     model = made.model_wrapped
     assert run.sharded == isinstance(model, FSDPModule)
     state = {
-        "model": model_part(model).state_dict(),
+        "model": ModelPart(model).state_dict(),
         "optimizer": OptimizerPart(made.optimizer, [model]).state_dict(),
         "schedule": made.lr_scheduler.state_dict(),
         "random": torch.get_rng_state(),
@@ -205,11 +205,10 @@ def losses(made: Trainer) -> list[float]:
 
 
 def evaluated(metric: str, values: dict[int, float], *, last: int = 6, **options: Any) -> S3Trainer:
-    """A trainer that saves every second step, evaluates to ``values``, and is to load the best model."""
+    """A trainer that saves every second step, and evaluates to ``values``."""
     arguments = {
         "eval_strategy": "steps",
         "eval_steps": min(values),
-        "load_best_model_at_end": True,
         "metric_for_best_model": metric,
         "greater_is_better": metric == "accuracy",
         "save_total_limit": 1,
@@ -225,39 +224,13 @@ def evaluated(metric: str, values: dict[int, float], *, last: int = 6, **options
     return made
 
 
-def assert_loaded(made: S3Trainer, step: int) -> None:
-    [url] = [info.url for info in list_checkpoints(ROOT) if info.step == step]
-    assert made.state.best_model_checkpoint == url
-    name = "model.layers.0.mlp.up_proj.weight"
-    assert (made.model.get_parameter(name) == read_tensor(url, f"model.{name}")).all()
-
-
-@pytest.mark.parametrize(
-    ("metric", "values", "best"),
-    [
-        ("loss", {1: 3.0, 2: 1.0, 3: 0.9, 4: 1.95, 5: 2.0, 6: 2.0}, 2),  # that of step 3 is not saved
-        ("accuracy", {2: 0.8, 4: 0.9, 6: 0.7}, 4),
-    ],
-)
-def test_the_best_model_is_kept_and_loaded_at_the_end(
-    alone: Path, metric: str, values: dict[int, float], best: int
-) -> None:
+def test_the_best_by_the_trainers_metric_is_kept_besides(alone: Path) -> None:
     (alone / "output/checkpoint-500").mkdir(parents=True)  # of before: it stays
-    made = evaluated(metric, values, retention="latest:1" if metric == "loss" else None)
+    made = evaluated("accuracy", {2: 0.8, 4: 0.9, 6: 0.7, 8: 0.6}, last=8)
     made.train()
-    assert steps() == [best, 6]
-    assert_loaded(made, best)
+    assert steps() == [4, 8]
     assert files_in(alone) == ["output", "output/checkpoint-500"]
     assert made.args.save_total_limit == 1
-
-
-def test_the_best_model_of_before_a_restart_is_kept_and_loaded(alone: Path) -> None:
-    values = {2: 0.9, 4: 0.8, 6: 0.8, 8: 0.7}
-    evaluated("accuracy", values, last=4).train()
-    made = evaluated("accuracy", values, last=8)
-    made.train(resume_from_checkpoint=True)
-    assert steps() == [2, 8]
-    assert_loaded(made, 2)
 
 
 def test_a_step_may_be_chosen_and_nothing_there_is_a_new_training(alone: Path) -> None:
@@ -289,6 +262,9 @@ def test_what_cannot_be_is_refused(alone: Path) -> None:
     made = trainer(Run(ROOT))
     with pytest.raises(CheckpointError, match=rf"{ROOT}/step-4' is a path. Remedy: the step"):
         made.train(resume_from_checkpoint=f"{ROOT}/step-4")
+    made.args.load_best_model_at_end = True
+    with pytest.raises(CheckpointError, match=r"load_best_model_at_end .*Remedy: leave it out"):
+        made.train()
 
 
 # --- adapters of PEFT -----------------------------------------------------------------------------------
@@ -329,16 +305,8 @@ def two_adapters() -> PeftModel:
     return model
 
 
-def with_new_tokens() -> PeftModel:
-    tiny().save_pretrained("base")
-    model = LlamaForCausalLM.from_pretrained("base")
-    model.resize_token_embeddings(41)
-    return get_peft_model(model, LoraConfig(target_modules=["q_proj"]))
-
-
 MODELS = {
     "several": two_adapters,
-    "new_tokens": with_new_tokens,
     "vera": lambda: get_peft_model(tiny(), VeraConfig(target_modules=["q_proj"])),
 }
 
@@ -349,7 +317,7 @@ def test_accelerate_saves_every_kind_of_adapter_and_loads_it(alone: Path, kind: 
         accelerator = Accelerator(cpu=True)
         model = accelerator.prepare(MODELS[kind]())
         with torch.no_grad():
-            for tensor in model_part(model).state_dict().values():
+            for tensor in ModelPart(model).state_dict().values():
                 tensor.add_(by)
         return accelerator, model
 
@@ -361,7 +329,8 @@ def test_accelerate_saves_every_kind_of_adapter_and_loads_it(alone: Path, kind: 
     for path in Path("stock").rglob("adapter_model.safetensors"):
         with safe_open(path, "pt") as file:
             stock += sum(file.get_tensor(name).nbytes for name in file.keys())  # noqa: SIM118
-    assert sum(tensor.nbytes for tensor in read_tensors(f"{ROOT}/step-1", "model.*").values()) == stock
+    saved = sum(tensor.nbytes for tensor in read_tensors(f"{ROOT}/step-1", "model.*").values())
+    assert saved == stock if kind != "vera" else saved < 3 * stock  # whose projections are in every layer
     accelerator.free_memory()
 
     accelerator, model = changed(2)

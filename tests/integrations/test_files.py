@@ -19,6 +19,7 @@ from dcp_s3 import errors
 from dcp_s3.format.control_files import DeletionList, ObjectEntry
 from dcp_s3.format.layout import deletion_object
 from dcp_s3.integrations.files import (
+    BLOCK,
     OpenFile,
     ReadStream,
     WriteStream,
@@ -88,6 +89,15 @@ def test_what_is_written_is_what_torch_saves_from_the_tensors_memory() -> None:
     assert store.addresses == [value["a"][0].data_ptr(), whole.data_ptr()]
 
 
+def test_long_writes_that_are_no_tensors_memory_are_sent_too() -> None:
+    store, data = MemoryStore(), random.Random(2).randbytes(2**20)
+    tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    with WriteStream(store, "file", tensor[: 2**19], lambda _: None) as stream:
+        for part in (data[::-1], tensor.numpy(), data):
+            stream.write(part)
+    assert store.get("file").data == data[::-1] + data + data
+
+
 @pytest.mark.parametrize("how", ["an error in the block", "forgotten"])
 def test_a_stream_that_is_given_up_leaves_nothing(how: str) -> None:
     store, done = MemoryStore(), list[StreamedObject]()
@@ -118,11 +128,11 @@ def test_a_store_that_fails_stops_the_writer() -> None:
         write_all()
 
 
-def opened(data: bytes, *, committed: bytes | None = None) -> ReadStream:
+def opened(data: bytes, *, committed: bytes | None = None) -> io.BufferedReader:
     store = MemoryStore()
     store.put("file", data)
     crc = crc_hex(crc64nvme(data if committed is None else committed))
-    return ReadStream(OpenFile(store, "file", len(data), store.head("file").etag, crc))
+    return io.BufferedReader(ReadStream(OpenFile(store, "file", len(data), store.head("file").etag, crc)), BLOCK)
 
 
 @pytest.mark.parametrize("size", [0, 1, 2**20, 3 * 2**20 + 17])

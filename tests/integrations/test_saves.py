@@ -80,6 +80,16 @@ def test_a_checkpoint_stays_until_the_one_that_replaces_it_is_committed(faulty: 
     assert committed() == {B}
 
 
+def test_two_saves_of_a_step_are_held_and_neither_holds_up_the_training(faulty: FaultyServer, saves: Saves) -> None:
+    with Held(faulty, "/") as held:
+        save(saves, A, 4)
+        save(saves, LAST, 4)
+        assert held.reached.wait(60)
+        assert committed() == set()
+    saves.close()
+    assert committed() == {A, LAST}
+
+
 def test_a_checkpoint_stays_if_the_save_that_replaces_it_fails(
     faulty: FaultyServer, saves: Saves, caplog: pytest.LogCaptureFixture
 ) -> None:

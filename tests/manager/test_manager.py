@@ -373,7 +373,6 @@ LARGE: Any = {"weight": torch.arange(10_000), "secret": "in the state"}
     [
         ({"retention": "latest:x"}, "latest:x"),
         ({"retention": LARGE}, "retention = a dict"),
-        ({"settings": {"step_pattern": r"iter-(\d+)"}}, r"iter-.* does not find step 12 in 'step-00000012'.*Remedy"),
         ({"retention": "latest:1", "settings": {"retention_grace": "1m"}}, "under 1 h"),
     ],
 )

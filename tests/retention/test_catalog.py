@@ -337,17 +337,6 @@ def test_what_waits_in_the_spill_directory_is_local(run: Run, tmp_path: Path) ->
     assert [info.name for info in elsewhere.plan(lambda *_: {}, grace=0.0).deleted] == ["step-1"]
 
 
-def test_a_pattern_decides_alone(run: Run) -> None:
-    run.save("step-100-v2")
-    run.put("iter-7", ".metadata")
-
-    def steps(**settings: Any) -> dict[str, int | None]:
-        return {info.name: info.step for info in run.catalog(settings=settings).checkpoints()}
-
-    assert steps() == {"step-100-v2": 100, "iter-7": 7}
-    assert steps(step_pattern=r"step-(\d+)") == {"step-100-v2": 100, "iter-7": None}
-
-
 # --- metrics after the save, and pins ------------------------------------------------------------------
 
 

@@ -1,8 +1,4 @@
-"""Megatron-Core's `dist_checkpointing` on s3://. The page docs/megatron.md says how to use it.
-
->>> from dcp_s3.integrations import megatron
->>> megatron.install()
->>> dist_checkpointing.save(sharded_state_dict, "s3://bucket/run/iter_0001000")
+"""Megatron-Core's `dist_checkpointing` on s3://, after `install`. See docs/megatron.md.
 
 Megatron plans in the trainer. It writes there (a synchronous save), in a forked process, or in a spawned one that stays
 (persistent), and commits in the trainer. What goes to that process is this rank's `Save`, its plan and its data.
@@ -19,14 +15,15 @@ import os
 import queue
 import traceback
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import WRAPPED_EXCEPTION
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 
 from dcp_s3 import process
@@ -92,7 +89,7 @@ def _replacements(settings: SettingsLike) -> tuple[Callable[..., Any], ...]:
     def make_writer(path: Any, *args: Any, use_msc: bool = False, **options: Any) -> Any:
         if not is_s3_url(path):
             return stock_writer(path, *args, use_msc=is_enabled(), **options)
-        return MegatronS3Writer(path, attachments=files.take(parse_url(path)), settings=settings, **options)
+        return MegatronS3Writer(path, attachments=files.held.pop(parse_url(path), {}), settings=settings, **options)
 
     def end_save(writer: Any, *args: Any) -> None:
         (finalize if isinstance(writer, MegatronS3Writer) else stock_finalize)(writer, *args)
@@ -108,14 +105,11 @@ def _replacements(settings: SettingsLike) -> tuple[Callable[..., Any], ...]:
         if on_s3 and dist.get_rank() == 0:
             # Megatron writes it after the commit. It belongs to what is committed: no load works without it.
             config = CheckpointingConfig(strategy.backend, strategy.version)
-            files.hold(parse_url(checkpoint_dir), CONFIG_FNAME, json.dumps(dataclasses.asdict(config)).encode())
+            text = json.dumps(dataclasses.asdict(config))
+            files.held.setdefault(parse_url(checkpoint_dir), {})[CONFIG_FNAME] = text.encode()
         return stock_save(strategy, sharded_state_dict, checkpoint_dir)
 
     return make_writer, end_save, async_save, lambda: True, lambda: files
-
-
-Outcome = list[WriteResult] | BaseException
-"""The results of a save on one rank, or what made it fail."""
 
 
 class Prepared(NamedTuple):
@@ -127,14 +121,12 @@ class Prepared(NamedTuple):
 
 
 class MegatronS3Writer(S3StorageWriter):
-    """Writes one checkpoint to S3 as Megatron's saves ask for it. A checkpoint that is there is replaced.
-
-    A failure while a save is planned is kept until its results are asked for: there it is raised on every rank, and
-    none waits for the one that failed.
+    """Writes one checkpoint to S3 as Megatron's saves ask for it. A checkpoint that is there is replaced. A failure
+    while a save is planned is raised when its results are asked for, on every rank: none waits for another.
 
     Args:
         checkpoint_dir: ``s3://bucket/prefix`` of the checkpoint, as text or as a path.
-        separation_hint: is ignored: objects are not grouped by the names of what they hold.
+        separation_hint: is ignored.
         thread_count: most objects of this rank.
 
     Raises:
@@ -153,9 +145,14 @@ class MegatronS3Writer(S3StorageWriter):
         self._prepared: Prepared | None = None
         self._is_sent = False
         self._has_attachments = bool(attachments)
-        try:
+        with self._failure_kept():
             for name, data in (attachments or {}).items():
                 self.attach(name, data)
+
+    @contextlib.contextmanager
+    def _failure_kept(self) -> Iterator[None]:
+        try:
+            yield
         except DcpS3Error as error:
             self._failure = error
 
@@ -163,11 +160,10 @@ class MegatronS3Writer(S3StorageWriter):
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Check the URL. A failure is kept: Megatron has other ranks wait for this one's plan."""
-        try:
-            return plan if self._failure is not None else super().prepare_local_plan(plan)
-        except DcpS3Error as error:
-            self._failure = error
-            return plan
+        with self._failure_kept():
+            if self._failure is None:
+                return super().prepare_local_plan(plan)
+        return plan
 
     def prepare_decentralized_global_plan(self, local_plan: SavePlan) -> SavePlan:
         """This rank's plan. Nothing needs coordination: names are unique, and results say what they belong to."""
@@ -179,7 +175,7 @@ class MegatronS3Writer(S3StorageWriter):
         """Collect what this rank writes. Tensors stay where they are until the preload."""
         if self._failure is not None:
             return
-        data = {item.index: _own_memory(planner.resolve_data(item)) for item in plan.items}
+        data = {item.index: own_memory(planner.resolve_data(item)) for item in plan.items}
         self._prepared = Prepared(self._save, plan, data)
 
     def get_save_function_and_args(self) -> tuple[Callable[..., None] | None, Callable[[], Prepared] | None, list[Any]]:
@@ -199,14 +195,22 @@ class MegatronS3Writer(S3StorageWriter):
     def retrieve_write_results(self) -> list[WriteResult] | WRAPPED_EXCEPTION:
         """The results of this rank's save; what made it fail, if it did."""
         try:
-            return self._take_results()
+            return self.take_results()
         except BaseException as error:  # noqa: BLE001 - it is raised on all ranks
             return error, traceback.extract_tb(error.__traceback__)
 
-    def _take_results(self) -> list[WriteResult]:
+    def take_results(self) -> list[WriteResult]:
+        """The results of this rank's save. Raises what made it fail."""
         if self._failure is not None:
             raise self._failure
-        outcome = _take_outcome(self._save.save_id) if self._is_sent else []
+        if not self._is_sent:
+            return []
+        save_id, arrived = self._save.save_id, write_results_queue()
+        with contextlib.suppress(queue.Empty):
+            while save_id not in _outcomes:
+                other, outcome = arrived.get_nowait()
+                _outcomes[other] = outcome
+        outcome = _outcomes.pop(save_id, None)
         if outcome is None:
             raise CheckpointError(
                 f"the process that saves to {self.checkpoint_id} ended without a result on rank {process.rank()}, so "
@@ -219,11 +223,8 @@ class MegatronS3Writer(S3StorageWriter):
 
 
 def finalize(writer: MegatronS3Writer, metadata: Metadata | None, ranks_of_save: Any) -> None:
-    """Commit when every rank has written. Takes the place of Megatron's ``save_state_dict_async_finalize``.
-
-    That one leaves the other ranks waiting if the commit fails, and tells them no cause of any failure.
-
-    ``metadata`` is None on ranks other than the coordinator.
+    """Commit when every rank has written. Takes the place of Megatron's ``save_state_dict_async_finalize``, which
+    leaves the other ranks waiting if the commit fails. ``metadata`` is None on ranks other than the coordinator.
 
     Raises:
         CheckpointException: on all ranks, with the cause of each that failed.
@@ -234,7 +235,7 @@ def finalize(writer: MegatronS3Writer, metadata: Metadata | None, ranks_of_save:
             raise SaveProtocolError("Megatron planned this save without metadata")
         writer.finish(metadata, all_results)
 
-    ranks_of_save.all_reduce("write", writer._take_results, commit)
+    ranks_of_save.all_reduce("write", writer.take_results, commit)
 
 
 # --- what runs in the process that saves --------------------------------------------------------------------
@@ -256,41 +257,22 @@ def preload(prepared: Prepared) -> Prepared:
 
 def write(rank: int, prepared: Prepared, results: Any) -> None:
     """Upload what this rank saves, and put the outcome into ``results``."""
-    outcome: Outcome
+    outcome: list[WriteResult] | BaseException
+    # A planner that has the data already.
+    planner = SimpleNamespace(resolve_data=lambda item: prepared.data[item.index])
     try:
-        outcome = prepared.save.write_data(prepared.plan, cast(SavePlanner, _Resolved(prepared.data)))
+        outcome = prepared.save.write_data(prepared.plan, cast(SavePlanner, planner))
     except BaseException as error:  # noqa: BLE001 - the trainer raises it; this process may have more saves to do
         text = "".join(traceback.format_exception(error))
         outcome = portable(error) or RuntimeError(f"the save failed on rank {rank}:\n{text}")
     results.put((prepared.save.save_id, outcome))
 
 
-class _Resolved:
-    """A planner that has the data already."""
-
-    def __init__(self, data: Mapping[MetadataIndex, torch.Tensor | io.BytesIO]) -> None:
-        self._data = data
-
-    def resolve_data(self, item: WriteItem) -> torch.Tensor | io.BytesIO:
-        return self._data[item.index]
+_outcomes: dict[str, list[WriteResult] | BaseException] = {}
+"""In the trainer: results of saves, or what made them fail, by save id: of two under way, the later may end first."""
 
 
-# --- in the trainer -------------------------------------------------------------------------------------------
-
-_outcomes: dict[str, Outcome] = {}
-"""Outcomes that have come, by save id: of two saves under way, the later one may end first."""
-
-
-def _take_outcome(save_id: str) -> Outcome | None:
-    arrived = write_results_queue()
-    with contextlib.suppress(queue.Empty):
-        while save_id not in _outcomes:
-            other, outcome = arrived.get_nowait()
-            _outcomes[other] = outcome
-    return _outcomes.pop(save_id, None)
-
-
-def _own_memory(value: Any) -> Any:
+def own_memory(value: Any) -> Any:
     """A tensor with no more memory than its own: to a persistent process all of it would go."""
     if not isinstance(value, torch.Tensor):
         return value

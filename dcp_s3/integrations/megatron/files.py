@@ -35,17 +35,15 @@ _ATTACHED = frozenset({COMMON_STATE_FNAME, CONFIG_FNAME})
 
 
 class Files:
-    """What Megatron takes for the package multistorageclient. On S3, files are read and written whole.
-
-    Args:
-        is_enabled, import_package: whether the real package is there and enabled, and what imports it.
-    """
+    """What Megatron takes for the package multistorageclient; ``is_enabled`` and ``import_package`` are the real one's.
+    On S3, files are read and written whole."""
 
     def __init__(
         self, settings: SettingsLike, is_enabled: Callable[[], bool], import_package: Callable[[], Any]
     ) -> None:
         self._settings, self._import_package = settings, import_package
-        self._held: dict[CheckpointURL, dict[str, bytes]] = {}
+        self.held: dict[CheckpointURL, dict[str, bytes]] = {}
+        """Files for the next save to a URL, by name."""
 
         def route(name: str, on_s3: Callable[..., Any], local: Callable[..., Any], at: int = 0) -> Callable[..., Any]:
             """What is called ``name`` in the package: ``on_s3`` if argument ``at`` is there, else the package's own, or
@@ -93,14 +91,6 @@ class Files:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._import_package(), name)  # an error of Megatron's if it is not there
 
-    def hold(self, url: CheckpointURL, name: str, data: bytes) -> None:
-        """Keep a file for the next save to ``url``."""
-        self._held.setdefault(url, {})[name] = data
-
-    def take(self, url: CheckpointURL) -> dict[str, bytes]:
-        """The files, by name, of the save to ``url`` that begins now. They are not held any more."""
-        return self._held.pop(url, {})
-
     def is_file(self, path: URLLike) -> bool:
         """Whether there is a file; whether a checkpoint has it, for those that belong to one."""
         directory, name = _split(path)
@@ -120,12 +110,7 @@ class Files:
         return [key[len(prefix) :].rstrip("/") for key in (*(each.key for each in found.objects), *found.prefixes)]
 
     def _open(self, path: URLLike, mode: str = "rb", **_: Any) -> IO[Any]:
-        """A file as `open` gives it. What is written is stored when it is closed.
-
-        Raises:
-            FileNotFoundError: there is none to read.
-            ValueError: the mode is one for both reading and writing.
-        """
+        """A file as `open` gives it. What is written is stored when it is closed."""
         kind, is_text = mode.replace("b", "").replace("t", ""), "b" not in mode
         if kind not in ("r", "w", "a"):
             raise ValueError(f"{parse_url(path)} cannot be opened with mode {mode!r}: files on S3 are written whole")
@@ -133,14 +118,15 @@ class Files:
         stream: IO[Any] = io.StringIO(data.decode()) if is_text else io.BytesIO(data)
         if kind == "r":
             return stream
-        return _Outgoing(functools.partial(self._write, path), stream)  # type: ignore[return-value]
 
-    def _write(self, path: URLLike, data: bytes) -> None:
-        directory, name = _split(path)
-        if name in _ATTACHED:
-            self.hold(directory, name, data)
-        else:
-            self._store(directory).put(directory.key(name), data)
+        def send(data: bytes) -> None:
+            directory, name = _split(path)
+            if name in _ATTACHED:
+                self.held.setdefault(directory, {})[name] = data
+            else:
+                self._store(directory).put(directory.key(name), data)
+
+        return _Outgoing(send, stream)  # type: ignore[return-value]
 
     def _read(self, path: URLLike) -> bytes:
         directory, name = _split(path)
@@ -189,9 +175,6 @@ class _S3Path(pathlib.PurePosixPath):
 
     def iterdir(self) -> Iterator[_S3Path]:
         return (self / name for name in self.files.names(self))
-
-    def exists(self) -> bool:
-        return self.is_file() or self.is_dir()
 
     def is_dir(self) -> bool:
         return bool(self.files.names(self))
