@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor, TimeoutError
 
 import pytest
 import torch
@@ -97,7 +98,12 @@ def test_as_many_run_at_once_as_it_has_threads_and_as_many_wait_as_may() -> None
     first = workers.submit(go_on.wait, 60)
     second = workers.submit(together.wait, 60)
     assert workers.is_full
-    cancel.set()
+    with ThreadPoolExecutor(1) as pool:
+        blocked = pool.submit(workers.submit, together.wait, 60, cancel=cancel)
+        with pytest.raises(TimeoutError):
+            blocked.result(0.1)
+        cancel.set()
+        assert isinstance(blocked.exception(60), Cancelled)
     with pytest.raises(Cancelled):
         workers.submit(together.wait, 60, cancel=cancel)
     workers.resize(4)

@@ -119,8 +119,17 @@ def test_a_batch_of_which_some_keys_are_left() -> None:
     targets = [DeleteTarget("a", '"1"'), DeleteTarget("b", '"2"'), DeleteTarget("c")]
     changed = {"Errors": [{"Key": "b", "Code": "PreconditionFailed"}, {"Key": "c", "Code": "NoSuchKey"}]}
     head = {"ContentLength": 1, "ETag": '"3"', "LastModified": "Wed, 21 Oct 2015 07:28:00 GMT"}
-    left, _, names = carry_out(lambda: STORE.delete(targets), changed, head)
+    left, asked, names = carry_out(lambda: STORE.delete(targets), changed, head)
     assert (left, names) == (["b"], ["delete_objects", "head_object"])
+    conditions = [{"Key": "a", "ETag": '"1"'}, {"Key": "b", "ETag": '"2"'}, {"Key": "c"}]
+    assert asked[0]["Delete"]["Objects"] == conditions
+
+
+def test_an_answer_about_keys_that_were_not_asked_for_is_not_believed() -> None:
+    other = {"Errors": [{"Key": "x", "Code": "InternalError"}]}
+    left, asked, _ = carry_out(lambda: STORE.delete("ab"), other, {})
+    assert left == []
+    assert [len(each["Delete"]["Objects"]) for each in asked] == [2, 2]
 
 
 @pytest.mark.parametrize("status", [501, 405, 400])
