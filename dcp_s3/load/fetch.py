@@ -271,8 +271,8 @@ _LONG = 64 * 2**10
 def receive(
     request: ReadRequest, reserve: Callable[[int], memoryview], read: Callable[[Sequence[ReadTarget]], None]
 ) -> list[Transfer]:
-    """Receive a request, in place as far as its transfers own memory, the rest in a buffer; put the rest in place.
-    Returns the transfers that this completed.
+    """Receive a request, in place as far as its transfers own memory, the rest in a buffer; put the rest in place,
+    unless it is a whole range, with the wrong checksum. Returns the transfers that this completed.
 
     Args:
         reserve: returns memory of that many bytes at least, for this request.
@@ -314,7 +314,7 @@ def receive(
             crc = target.crc or 0
         elif buffered is not None and transfer.checked:
             crc = crc64nvme(buffered)
-        if buffered is not None:
+        if buffered is not None and not (transfer.checked and transfer.is_damaged(offset, stop - start, crc)):
             transfer.place(offset, buffered)
         if transfer.arrived(offset, stop - start, crc):
             complete.append(transfer)

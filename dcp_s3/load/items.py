@@ -123,6 +123,12 @@ class Transfer:
             self.missing -= length
             return self.missing == 0
 
+    def is_damaged(self, offset: int, length: int, crc: int) -> bool:
+        """Whether these bytes are a whole range, with the wrong checksum."""
+        at = bisect.bisect_left(self.ranges, (offset,))
+        start, stop, expected = self.ranges[at] if at < len(self.ranges) else (0, 0, None)
+        return (start, stop) == (offset, offset + length) and expected is not None and expected != crc
+
     def checksums(self) -> list[int]:
         """CRC-64/NVME of each range, as it arrived."""
         if len(self._crcs) == 1:  # most of them, and there may be many
