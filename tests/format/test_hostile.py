@@ -106,6 +106,7 @@ def test_what_is_allowed_is_harmless(known: str) -> None:
         name("torch.serialization", "load"),
         name("torch.distributed.checkpoint.metadata", "os.system"),
         name("torch._utils", "sys.modules"),
+        call("torch", "serialization._get_layout", text("torch.strided")),
         b"\x82\x01",
         b"Pid\n",
         text("id") + b"Q",
