@@ -44,16 +44,14 @@ if _TYPE_CHECKING:  # the table below again, for type checkers
     from dcp_s3.offline.copy import CopyResult as CopyResult, copy as copy
     from dcp_s3.offline.diff import CheckpointDiff as CheckpointDiff, EntryDiff as EntryDiff, diff as diff
     from dcp_s3.offline.export import ExportResult as ExportResult, export as export
-    from dcp_s3.offline.inspect import CheckpointEntries as CheckpointEntries, inspect as inspect
     from dcp_s3.offline.read import read_tensor as read_tensor, read_tensors as read_tensors
-    from dcp_s3.offline.verify import VerifyReport as VerifyReport, verify as verify
-    from dcp_s3.offline.verify_plan import Problem as Problem
+    from dcp_s3.offline.verify import Problem as Problem, VerifyReport as VerifyReport, verify as verify
     from dcp_s3.offline.weights import (
         ImportResult as ImportResult, import_weights as import_weights, load_safetensors as load_safetensors,
     )
     from dcp_s3.retention.catalog import (
-        CheckpointCatalog as CheckpointCatalog, latest as latest,
-        list_checkpoints as list_checkpoints,
+        CheckpointCatalog as CheckpointCatalog, CheckpointDetails as CheckpointDetails, describe as describe,
+        latest as latest, list_checkpoints as list_checkpoints,
     )
     from dcp_s3.retention.marks import annotate as annotate, pin as pin, unpin as unpin
     from dcp_s3.retention.plan import CatalogSnapshot as CatalogSnapshot, Decision as Decision, Plan as Plan
@@ -88,13 +86,11 @@ _MODULES = {
         "offline.copy": "copy CopyResult",
         "offline.diff": "diff CheckpointDiff EntryDiff",
         "offline.export": "export ExportResult",
-        "offline.inspect": "inspect CheckpointEntries",
         "offline.read": "read_tensor read_tensors",
-        "offline.verify": "verify VerifyReport",
-        "offline.verify_plan": "Problem",
+        "offline.verify": "verify VerifyReport Problem",
         "offline.weights": "import_weights load_safetensors ImportResult",
         "process": "__version__",
-        "retention.catalog": "latest list_checkpoints CheckpointCatalog",
+        "retention.catalog": "latest list_checkpoints describe CheckpointCatalog CheckpointDetails",
         "retention.marks": "pin unpin annotate",
         "retention.plan": "CatalogSnapshot Plan Decision",
         "retention.policy": "KeepLatest KeepBest KeepEvery KeepWithin KeepDaily Policy parse_policy",

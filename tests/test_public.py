@@ -156,7 +156,7 @@ print(*done)
 
 def test_a_repr_stays_short_whatever_it_holds() -> None:
     assert repr(dcp_s3.Settings(part_size="64MiB")) == "Settings(part_size=67108864)"
-    assert repr(dcp_s3.CopyResult(5, 2048, 1024)) == "CopyResult(5 files, 2.0 KiB, 1.0 KiB moved)"
+    assert repr(dcp_s3.CopyResult(5, 2048, 1024)) == "CopyResult(files=5, size=2048, moved=1024)"
     assert repr(dcp_s3.S3StorageReader("s3://bucket/x")) == "S3StorageReader('s3://bucket/x')"
     url = f"s3://bucket/{'directory/' * 50}step-00000100"
     metrics, extra = {f"metric_{n}": n / 7 for n in range(50)}, {"note": "line\n" * 50}

@@ -7,6 +7,7 @@ import os
 import platform
 import shutil
 import tempfile
+import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -16,12 +17,12 @@ import botocore.exceptions as boto
 import botocore.session
 
 from dcp_s3 import errors
-from dcp_s3.checkup.probes import CONFIGURATION, DATA, PROBE, CheckResult, Examination, fail, from_error, ok, skip, warn
+from dcp_s3.checkup.probes import DATA, PROBE, CheckResult, Examination, fail, from_error, ok, skip, warn
 from dcp_s3.memory import crc64nvme, encode_crc
 from dcp_s3.process import TESTED, __version__, release
 from dcp_s3.retention.policy import policy_from_settings
-from dcp_s3.s3.bucket import creation_arguments
-from dcp_s3.s3.client import find_chain
+from dcp_s3.s3.bucket import creation_arguments, server_time
+from dcp_s3.s3.client import find_chain, get_client
 from dcp_s3.s3.diagnosis import answered_code, answered_status, to_storage_error
 from dcp_s3.settings import ENV_PREFIX, resolve_settings, unknown_variables
 from dcp_s3.spill.store import as_spill_error
@@ -99,17 +100,25 @@ def check_credentials(exam: Examination) -> CheckResult:
 
 
 def check_endpoint(exam: Examination) -> CheckResult:
-    where = str(exam.client.meta.endpoint_url)
-    try:
-        exam.greet()  # connects
-        seconds = exam.greet()
-    except errors.StorageError as error:
-        remedy = (
-            "check DCP_S3_ENDPOINT_URL (or AWS_ENDPOINT_URL_S3, or the profile), DNS, firewall and proxy; "
-            "AWS_CA_BUNDLE names the file of a certificate's authority; DCP_S3_ADDRESSING_STYLE=path keeps the bucket "
-            "out of the host's name"
-        )
-        return replace(from_error(error), remedy=remedy)
+    where, seconds = str(get_client(exam.settings).meta.endpoint_url), 0.0
+    for _ in range(2):  # the first one connects
+        began, clock = time.monotonic(), time.time()
+        try:
+            answer: Mapping[str, Any] = exam.ask("HeadBucket", attempts=1)
+        except errors.StorageError as error:
+            if not isinstance(error.__cause__, boto.ClientError):  # a refusal is an answer, too
+                remedy = (
+                    "check DCP_S3_ENDPOINT_URL (or AWS_ENDPOINT_URL_S3, or the profile), DNS, firewall and proxy; "
+                    "AWS_CA_BUNDLE names the file of a certificate's authority; DCP_S3_ADDRESSING_STYLE=path keeps the "
+                    "bucket out of the host's name"
+                )
+                return replace(from_error(error), remedy=remedy)
+            answer = error.__cause__.response
+        seconds = time.monotonic() - began
+    exam.server = str(answer.get("ResponseMetadata", {}).get("HTTPHeaders", {}).get("server", ""))
+    there = server_time(answer)
+    if there is not None:
+        exam.skew = clock + seconds / 2 - (there + 0.5)  # a Date is cut to the second below
     found = f"{where} answers in {seconds * 1000:.1f} ms"
     if seconds > _FAR_SECONDS:
         return warn(f"{found}: S3 is far away", "train in the region of the bucket; does a proxy lead elsewhere?")
@@ -124,10 +133,10 @@ def check_clock(exam: Examination) -> CheckResult:
         return ok("this host's clock agrees with the endpoint's", cell="agrees")
     cell = f"{seconds:.0f} s {'behind' if exam.skew > 0 else 'ahead'}"  # the endpoint's clock, seen from this host
     found = f"this host's clock is {seconds:.0f} s {'ahead of' if exam.skew > 0 else 'behind'} the endpoint's"
-    if seconds > _SKEW_WARNS:
-        remedy = "synchronise it (NTP, chrony); S3 refuses requests from 15 minutes on"
-        return (fail if seconds > _SKEW_FAILS else warn)(found, remedy, cell=cell)
-    return ok(found, cell=cell)
+    if seconds <= _SKEW_WARNS:
+        return ok(found, cell=cell)
+    remedy = "synchronise it (NTP, chrony); S3 refuses requests from 15 minutes on"
+    return (fail if seconds > _SKEW_FAILS else warn)(found, remedy, cell=cell)
 
 
 # --- permissions: None says that it is allowed ---------------------------------------------------------
@@ -234,16 +243,14 @@ def check_if_none_match(exam: Examination) -> CheckResult:
 def check_if_match(exam: Examination) -> CheckResult:
     consequence = "a save that overwrites does not notice one that committed meanwhile"
     found = _try_condition(exam, "PutObject", consequence, _ONE_WRITER, Body=b"third", IfMatch=_OTHER_ETAG)
-    if found.status == "ok":
-        etag = exam.ask("HeadObject", PROBE)["ETag"]
-        _, code = exam.attempt((*_REFUSED, 404, 501), "PutObject", PROBE, Body=b"second", IfMatch=etag)
-        if code:
-            found = warn(
-                "refused even where the ETag is the object's; saves look at the object themselves and then write "
-                "without it, so that one that overwrites may not notice another",
-                _ONE_WRITER,
-                cell="refused always",
-            )
+    etag = exam.ask("HeadObject", PROBE)["ETag"] if found.status == "ok" else ""
+    if etag and exam.attempt((*_REFUSED, 404, 501), "PutObject", PROBE, Body=b"second", IfMatch=etag)[1]:
+        return warn(
+            "refused even where the ETag is the object's; saves look at the object themselves and then write "
+            "without it, so that one that overwrites may not notice another",
+            _ONE_WRITER,
+            cell="refused always",
+        )
     return found
 
 
@@ -256,7 +263,6 @@ def check_checksums(exam: Examination) -> CheckResult:
     chosen = exam.settings.checksum
     if chosen == "none":
         return skip("DCP_S3_CHECKSUM=none: nothing is compared, neither by saves nor by loads")
-    shown = "CRC-64/NVME"
     ignored = "damage on the way to it goes unnoticed until a load, which always compares"
     remedy = "nothing, if the network has checksums (TLS has); dcp-s3 verify --full after important saves"
     given = creation_arguments(exam.settings, data=True)
@@ -264,7 +270,7 @@ def check_checksums(exam: Examination) -> CheckResult:
     exam.keys.add(exam.key(PROBE))
     _, code = exam.attempt((400, 501), "PutObject", PROBE, Body=DATA, **right)
     if code:
-        found = f"the store does not know {shown} ({code})"
+        found = f"the store does not know CRC-64/NVME ({code})"
         if chosen == "auto":
             return warn(f"{found}: objects are sent without; {ignored}", remedy, cell="refused")
         wanted = "DCP_S3_CHECKSUM=auto, which does without where it is not known"
@@ -272,9 +278,9 @@ def check_checksums(exam: Examination) -> CheckResult:
     # A save would send it again, and say so. Here the refusal is what is asked for.
     _, code = exam.attempt((400,), "PutObject", PROBE, attempts=1, Body=DATA, **wrong)
     if code:
-        return ok(f"{shown} is compared: a wrong one was refused ({code})", cell=f"compared ({shown})")
-    found = f"{shown} is accepted, but not compared: an object was stored with a wrong one; {ignored}"
-    return warn(found, remedy, cell=f"not compared ({shown})")
+        return ok(f"CRC-64/NVME is compared: a wrong one was refused ({code})", cell="compared (CRC-64/NVME)")
+    found = f"CRC-64/NVME is accepted, but not compared: an object was stored with a wrong one; {ignored}"
+    return warn(found, remedy, cell="not compared (CRC-64/NVME)")
 
 
 def check_whole_object(exam: Examination) -> CheckResult:
@@ -316,7 +322,7 @@ def check_versioning(exam: Examination) -> CheckResult:
     try:
         status = exam.ask("GetBucketVersioning").get("Status")
     except errors.StorageError as error:
-        return skip(f"not known; needs {CONFIGURATION['GetBucketVersioning']}: {from_error(error).found}")
+        return skip(f"not known; needs s3:GetBucketVersioning: {from_error(error).found}")
     if not status:
         return skip("the bucket keeps no old versions: what is deleted is gone", cell="off")
     return warn(
@@ -332,8 +338,7 @@ def check_lifecycle(exam: Examination) -> CheckResult:
     except errors.StorageError as error:
         rules = ()
         if answered_code(error) != "NoSuchLifecycleConfiguration":
-            needed = CONFIGURATION["GetBucketLifecycleConfiguration"]
-            return skip(f"not known; needs {needed}: {from_error(error).found}")
+            return skip(f"not known; needs s3:GetLifecycleConfiguration: {from_error(error).found}")
     harm = [str(rule.get("ID", "without an ID")) for rule in rules if does_harm(rule, exam.url.key(""))]
     if harm:
         return warn(
@@ -355,10 +360,3 @@ def does_harm(rule: Mapping[str, Any], prefix: str) -> bool:
     # https://docs.aws.amazon.com/AmazonS3/latest/userguide/storage-class-intro.html: to be restored before a read
     archives = {each.get("StorageClass") for each in rule.get("Transitions", ())} & {"GLACIER", "DEEP_ARCHIVE"}
     return bool(archives or {"Days", "Date"} & set(rule.get("Expiration", ())))
-
-
-def clean_up(exam: Examination) -> CheckResult:
-    left = exam.remove()
-    if left:
-        return warn(f"not removed: {'; '.join(left)}", f"delete what is below {exam.probes}")
-    return ok(f"nothing is left below {exam.probes}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -12,13 +13,16 @@ import botocore.exceptions as boto
 
 from dcp_s3 import errors
 from dcp_s3.checkup import checks
-from dcp_s3.checkup.probes import CheckResult, Examination, Status, from_error, ok, skip
+from dcp_s3.checkup.probes import CheckResult, Examination, Status, from_error, ok, skip, warn
 from dcp_s3.s3.diagnosis import permission_of
 from dcp_s3.settings import SettingsLike
 from dcp_s3.url import URLLike, parse_url
 
+logger = logging.getLogger(__name__)
+
 WORDS: dict[Status, str] = {"ok": "ok", "warning": "warning", "failed": "FAIL", "skipped": "skipped"}
 _NAME_WIDTH = 24
+_LATE_SECONDS = 1.0  # after Ctrl-C, until a request that was under way has been carried out
 
 # --- permissions; docs/security.md shows the same --------------------------------------------------------
 
@@ -29,8 +33,6 @@ class Permission(NamedTuple):
     used_by: str
     without: str
     """What a training job without it has to expect."""
-    on_bucket: bool = False
-    """Whether it is granted on the bucket, not on its objects."""
     required: bool = False
     """Whether saves or loads do not work without it."""
 
@@ -44,7 +46,7 @@ PERMISSIONS = (
     Permission(
         ("ListObjectsV2",), "overwriting, `latest`, listing, copies, drain, prune",
         "a missing checkpoint reads as forbidden: saves to a new URL and `latest` do not work",
-        on_bucket=True, required=True,
+        required=True,
     ),
     Permission(
         ("PutObject", "CreateMultipartUpload", "UploadPart", "CompleteMultipartUpload"),
@@ -56,17 +58,13 @@ PERMISSIONS = (
     ),
     Permission(
         ("ListMultipartUploads",), "drain, prune",
-        "saves work; prune does not work, so uploads that broke stay open, and cost", on_bucket=True,
+        "saves work; prune does not work, so uploads that broke stay open, and cost",
     ),
     Permission(
         ("DeleteObjects", "DeleteObject"), "overwriting, a save that fails, drain, prune",
         "saves and loads work, prune does not: nothing is ever deleted, nor what failed or overwritten saves leave",
     ),
 )  # fmt: skip
-
-
-def permission_for(operation: str) -> Permission:
-    return next(each for each in PERMISSIONS if operation in each.operations)
 
 
 # --- the checks ----------------------------------------------------------------------------------------
@@ -138,15 +136,24 @@ def doctor(
     """
     exam = Examination(parse_url(url), settings)
     parse_url(str(exam.probes))  # its names are not too long
-    began = time.monotonic()
     results: dict[str, CheckResult] = {}
-    with exam.removing():
-        for check in (*CHECKS, Check("clean-up", checks.clean_up, optional=True)):
-            if check.make is not checks.clean_up or exam.keys or exam.uploads:
-                results[check.name] = replace(_make(check, exam, results), name=check.name)
-                on_result(results[check.name])
-    store = exam.server or str(exam.url.bucket)
-    return DoctorReport(str(exam.url), tuple(results.values()), time.monotonic() - began, store)
+    try:
+        for check in CHECKS:
+            results[check.name] = replace(_make(check, exam, results), name=check.name)
+            on_result(results[check.name])
+        if exam.keys or exam.uploads:
+            found = ok(f"nothing is left below {exam.probes}")
+            if left := exam.remove():
+                found = warn(f"not removed: {'; '.join(left)}", f"delete what is below {exam.probes}")
+            results["clean-up"] = replace(found, name="clean-up")
+            on_result(results["clean-up"])
+    except BaseException:  # a second Ctrl-C gives up
+        if exam.keys or exam.uploads:
+            time.sleep(_LATE_SECONDS)
+            for each in exam.remove():
+                logger.warning("not removed: %s. Remedy: delete what is below %s", each, exam.probes)
+        raise
+    return DoctorReport(str(exam.url), tuple(results.values()), exam.server or str(exam.url.bucket))
 
 
 def _make(check: Check, exam: Examination, results: Mapping[str, CheckResult]) -> CheckResult:
@@ -156,7 +163,7 @@ def _make(check: Check, exam: Examination, results: Mapping[str, CheckResult]) -
         return needed
     if needed is not None and needed.status == "failed":
         return skip(f"not checked: see {check.needs}")
-    permission = permission_for(check.operation) if check.operation else None
+    permission = next((each for each in PERMISSIONS if check.operation in each.operations), None)
     try:
         found = check.make(exam) or ok("")
     except (errors.DcpS3Error, boto.BotoCoreError, boto.ClientError, OSError, ValueError) as error:
@@ -183,8 +190,6 @@ class DoctorReport:
     """URL that was examined."""
     checks: tuple[CheckResult, ...]
     """The checks, in the order in which they were made."""
-    seconds: float = 0.0
-    """Seconds that all checks took."""
     store: str = ""
     """What the endpoint calls itself; the bucket's name if it does not say."""
 
@@ -205,25 +210,17 @@ class DoctorReport:
         """The checks that failed."""
         return tuple(each for each in self.checks if each.status == "failed")
 
-    @property
-    def warnings(self) -> tuple[CheckResult, ...]:
-        """The checks that ended with a warning."""
-        return tuple(each for each in self.checks if each.status == "warning")
-
     def __getitem__(self, name: str) -> CheckResult:
         """The check of that name; KeyError if it was not made."""
         return {each.name: each for each in self.checks}[name]
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
-        fields = ("url", "ok", "seconds", "row")
-        return {**{name: getattr(self, name) for name in fields}, "checks": [asdict(each) for each in self.checks]}
+        found = [asdict(each) for each in self.checks]
+        return {"url": self.url, "ok": self.ok, "row": self.row, "checks": found}
 
     def __repr__(self) -> str:
-        return (
-            f"DoctorReport({self.url!r}, {len(self.checks)} checks, {len(self.failed)} failed, "
-            f"{len(self.warnings)} warnings)"
-        )
+        return f"DoctorReport({self.url!r}, {len(self.checks)} checks, {len(self.failed)} failed)"
 
     def __str__(self) -> str:
         return "\n".join([*map(format_result, self.checks), conclude(self)])
@@ -241,6 +238,6 @@ def conclude(report: DoctorReport) -> str:
     counts = Counter(each.status for each in report.checks)
     told = ", ".join(f"{counts[status]} {word}" for status, word in WORDS.items() if counts[status])
     verdict = "saves and loads will work" if report.ok else "saves or loads will not work"
-    summary = f"{report.url}: {verdict}: {told}, in {report.seconds:.1f} s"
+    summary = f"{report.url}: {verdict}: {told}"
     row = ["this store's row in the table of docs/stores.md", report.row]
     return "\n".join([summary, *row, *map(format_result, report.failed)])

@@ -9,10 +9,9 @@ import os
 import re
 import signal
 import sys
-import threading
 import unicodedata
-from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, NoReturn
 
 import typer
 from typer.core import TyperGroup
@@ -20,9 +19,6 @@ from typer.core import TyperGroup
 from dcp_s3 import errors
 from dcp_s3.format.control_files import number_to_json
 from dcp_s3.process import __version__
-
-if TYPE_CHECKING:
-    from rich.progress import Progress
 
 DONE = 0
 FAILED = 1
@@ -44,26 +40,11 @@ MEANINGS = {
     INTERRUPTED: "ended by Ctrl-C",
 }
 
-_STATUSES: dict[int, tuple[type[Exception], ...]] = {
-    USAGE: (errors.SettingsError, errors.InvalidURLError),
-    NOTHING_THERE: (errors.CheckpointNotFoundError,),
-    DAMAGED: (errors.CorruptCheckpointError, errors.UnsafeMetadataError),
-}
-
-ORDER = (
-    "ls", "show", "diff", "verify", "cp", "export", "import", "drain", "prune", "pin", "rm", "doctor",
-    "bench", "demo",
-)  # fmt: skip
-"""The order in which ``--help`` shows the commands."""
-
 LAYOUT = "\n\t"
 """Characters that messages and lines for people keep."""
 
 # Control and formatting characters (also those that turn the direction of the text), lone surrogates, line ends.
 _OBEYED = ("Cc", "Cf", "Cs", "Zl", "Zp")
-
-_ANYWHERE = {"--endpoint-url": 2, "--region": 2, "--verbose": 1, "-v": 1, "-vv": 1}
-"""Options of all commands, and the words that they take."""
 
 _RETRIES = "dcp_s3.s3.diagnosis"
 """Logs at INFO why a request is tried again; shown in any case, lest a command sits silent."""
@@ -71,32 +52,21 @@ _RETRIES = "dcp_s3.s3.diagnosis"
 
 def status_of(error: Exception) -> int:
     """The exit status for an error."""
-    return next((status for status, kinds in _STATUSES.items() if isinstance(error, kinds)), FAILED)
+    if isinstance(error, (errors.SettingsError, errors.InvalidURLError)):
+        return USAGE
+    if isinstance(error, (errors.CorruptCheckpointError, errors.UnsafeMetadataError)):
+        return DAMAGED
+    return NOTHING_THERE if isinstance(error, errors.CheckpointNotFoundError) else FAILED
 
 
 class Group(TyperGroup):
     """The commands. Turns errors into a message and an exit status."""
 
-    def list_commands(self, ctx: Any) -> list[str]:
-        return sorted(self.commands, key=ORDER.index)
-
-    def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        command: Any = super().get_command(ctx, cmd_name)
-        if command is not None and not command.epilog:
-            command.epilog = "Options of all commands: -v, --endpoint-url, --region (see dcp-s3 --help)."
-        return command
-
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Move options of all commands, which may stand anywhere before ``--``, before the command."""
-        first: list[str] = []
-        rest: list[str] = []
-        words = list(args)
-        while words and words[0] != "--":
-            name, equals, _ = words[0].partition("=")
-            count = 1 if equals else _ANYWHERE.get(name, 1)
-            (first if name in _ANYWHERE else rest).extend(words[:count])
-            del words[:count]
-        return super().parse_args(ctx, first + rest + words)
+        """Move ``-v``, which may stand anywhere before ``--``, before the command."""
+        end = args.index("--") if "--" in args else len(args)
+        words = sorted(args[:end], key=lambda word: word not in ("-v", "-vv", "--verbose"))
+        return super().parse_args(ctx, words + args[end:])
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -134,21 +104,10 @@ URL = Annotated[str, typer.Argument(metavar="URL", help="s3://bucket/prefix of t
 ROOT = Annotated[str, typer.Argument(metavar="ROOT", help="s3://bucket/prefix above the checkpoints.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Only show what would be done, and why.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what is there.")]
-Grace = Annotated[
-    str | None,
-    typer.Option(
-        metavar="24h", help="How long an uncommitted save counts as in progress; the default is DCP_S3_RETENTION_GRACE."
-    ),
-]
 Yes = Annotated[bool, typer.Option("--yes", help="Delete without asking; required without a terminal.")]
 Rename = Annotated[
     list[str] | None,
-    typer.Option(
-        "--rename",
-        metavar="REGEX=NEW",
-        help="Replace what REGEX matches in the names by NEW, which may have \\1 for a group; the last = divides. "
-        "May be repeated: the rules apply one after the other.",
-    ),
+    typer.Option(metavar="REGEX=NEW", help="Replace what REGEX matches in the names, as re.sub does; may be repeated."),
 ]
 
 
@@ -165,24 +124,11 @@ def _main(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
     ] = False,
     verbose: Annotated[
-        int,
-        typer.Option(
-            "-v", "--verbose", count=True, show_default=False, help="Log to stderr what is done; -vv: every request."
-        ),
+        int, typer.Option("-v", "--verbose", count=True, show_default=False, help="Log to stderr; -vv: every request.")
     ] = 0,
-    endpoint_url: Annotated[
-        str | None, typer.Option(metavar="URL", help="S3 endpoint, as DCP_S3_ENDPOINT_URL.")
-    ] = None,
-    region: Annotated[str | None, typer.Option(metavar="NAME", help="Region, as DCP_S3_REGION.")] = None,
 ) -> None:
     """PyTorch distributed checkpoints on S3: list, copy, verify and prune them."""
-    stack = contextlib.ExitStack()
-    ctx.call_on_close(stack.close)
-    if endpoint_url or region:
-        from dcp_s3.settings import environment
-
-        stack.enter_context(environment(DCP_S3_ENDPOINT_URL=endpoint_url, DCP_S3_REGION=region))
-    stack.enter_context(show_log(verbose))
+    ctx.with_resource(show_log(verbose))
 
 
 # --- output ------------------------------------------------------------------------------------------------
@@ -251,37 +197,28 @@ def show_log(verbose: int) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def progress(label: str) -> Iterator[dict[str, Any]]:
-    """A progress bar for bytes, on a terminal only. Yields the callbacks ``on_total`` and ``on_progress``."""
-    with _bar("BarColumn", "DownloadColumn", "TransferSpeedColumn", "TimeRemainingColumn") as bar:
-        task = bar.add_task(label, total=None)
-        yield {
-            "on_total": lambda total: bar.update(task, total=total),
-            "on_progress": lambda count: bar.update(task, advance=count),
-        }
-
-
-@contextlib.contextmanager
-def progress_of_steps(label: str) -> Iterator[Callable[[int, int], None]]:
-    """A progress bar for steps, on a terminal only. Yields a function that takes the steps done and their total."""
-    with _bar("BarColumn", "MofNCompleteColumn", "TimeElapsedColumn") as bar:
-        task = bar.add_task(label, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
-
-
-def _bar(*columns: str) -> Progress:
-    from rich import progress
+def progress(label: str, *, steps: bool = False) -> Iterator[Any]:
+    """A progress bar, on a terminal only. Yields the callbacks ``on_total`` and ``on_progress`` for bytes, or (with
+    ``steps``) a function that takes the steps done and their total."""
+    from rich import progress as bars
 
     from dcp_s3.cli import tables
 
     console = tables.make_console(stderr=True)
-    return progress.Progress(
-        *(getattr(progress, name)() for name in columns),
+    of_bytes = bars.BarColumn(), bars.DownloadColumn(), bars.TransferSpeedColumn(), bars.TimeRemainingColumn()
+    with bars.Progress(
+        *((bars.BarColumn(), bars.MofNCompleteColumn(), bars.TimeElapsedColumn()) if steps else of_bytes),
         console=console,
         disable=not console.is_terminal,
         transient=True,
         redirect_stdout=sys.stdout.isatty(),  # output to a pipe stays out of the terminal
-    )
+    ) as bar:
+        task = bar.add_task(label, total=None)
+        callbacks = {
+            "on_total": lambda total: bar.update(task, total=total),
+            "on_progress": lambda count: bar.update(task, advance=count),
+        }
+        yield (lambda done, total: bar.update(task, completed=done, total=total)) if steps else callbacks
 
 
 # --- signals and questions ---------------------------------------------------------------------------------
@@ -290,9 +227,6 @@ def _bar(*columns: str) -> Progress:
 @contextlib.contextmanager
 def ended_like_ctrl_c() -> Iterator[None]:
     """Clean up after SIGTERM and SIGHUP as after Ctrl-C."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
 
     def interrupt(*_: Any) -> NoReturn:
         raise KeyboardInterrupt
@@ -327,9 +261,9 @@ def ask(question: str) -> None:
 
 
 @contextlib.contextmanager
-def wrong_usage(*kinds: type[Exception], hint: str) -> Iterator[None]:
-    """Report errors of these kinds in the body as wrong usage of ``hint``, an argument or option: exit status 2."""
+def wrong_usage(hint: str) -> Iterator[None]:
+    """Report a ValueError in the body as wrong usage of ``hint``, arguments or options: exit status 2."""
     try:
         yield
-    except kinds as error:
+    except ValueError as error:
         raise typer.BadParameter(str(error), param_hint=hint) from None

@@ -1,19 +1,16 @@
-"""The commands that move, delete and mark checkpoints.
-
-``cp``, ``export``, ``import`` and ``drain``; ``prune``, ``rm`` and ``pin``.
-"""
+"""The commands that move, delete and mark checkpoints."""
 
 from __future__ import annotations
 
 import dataclasses
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from dcp_s3.cli import app as cli
-from dcp_s3.errors import CorruptCheckpointError, SettingsError, UnsafeMetadataError
+from dcp_s3.errors import CorruptCheckpointError, UnsafeMetadataError
 from dcp_s3.units import format_size, plural
 from dcp_s3.url import parse_url
 
@@ -25,11 +22,8 @@ if TYPE_CHECKING:
 @cli.app.command()
 def cp(
     source: Annotated[str, typer.Argument(metavar="FROM", help="s3://bucket/prefix or directory of the checkpoint.")],
-    destination: Annotated[
-        str, typer.Argument(metavar="TO", help="s3://bucket/prefix or directory; empty, or from an interrupted copy.")
-    ],
+    destination: Annotated[str, typer.Argument(metavar="TO", help="The same: empty, or from an interrupted copy.")],
     overwrite: cli.Overwrite = False,
-    as_json: cli.AsJSON = False,
 ) -> None:
     """Copy a checkpoint; from S3 to S3 without moving its bytes. An interrupted copy goes on when repeated.
 
@@ -40,12 +34,8 @@ def cp(
 
     with cli.progress("copy") as callbacks:
         result = copy(source, destination, overwrite, **callbacks)
-    if as_json:
-        cli.print_json(dataclasses.asdict(result))
-    cli.note(
-        f"{destination}: {plural(result.files, 'object')}, {format_size(result.size)} "
-        f"({format_size(result.moved)} copied)"
-    )
+    moved = f"{format_size(result.size)} ({format_size(result.moved)} copied)"
+    cli.note(f"{destination}: {plural(result.files, 'object')}, {moved}")
 
 
 @cli.app.command()
@@ -57,26 +47,20 @@ def export(
         typer.Option("--include", metavar="PATTERN", help="Only these entries, as model.*; may be repeated."),
     ] = None,
     rename: cli.Rename = None,
-    dtype: Annotated[
-        str | None, typer.Option("--dtype", help="Convert floating-point tensors: bf16, fp16, fp32, ...")
-    ] = None,
-    max_shard_size: Annotated[
-        str, typer.Option("--max-shard-size", metavar="SIZE", help="Bytes of a safetensors file, as 5GB or 2GiB.")
-    ] = "5GB",
+    dtype: Annotated[str | None, typer.Option(help="Convert floating-point tensors: bf16, fp16, fp32, ...")] = None,
+    max_shard_size: Annotated[str, typer.Option(metavar="SIZE", help="Bytes of a file, as 5GB or 2GiB.")] = "5GB",
 ) -> None:
     """Write the tensors of a checkpoint as safetensors files, as Hugging Face lays them out."""
     from dcp_s3.offline import export as exporting
     from dcp_s3.offline.names import parse_rules
 
-    options: dict[str, Any] = {"include": include}
-    with cli.wrong_usage(ValueError, hint="--rename"):
-        options["rename"] = parse_rules(rename or [])
-    with cli.wrong_usage(ValueError, hint="--max-shard-size"):
-        options["max_shard_size"] = exporting.parse_shard_size(max_shard_size)
-    with cli.wrong_usage(ValueError, hint="--dtype"):
-        options["dtype"] = exporting.parse_dtype(dtype)
+    with cli.wrong_usage("--rename, --max-shard-size or --dtype"):
+        rules, most = parse_rules(rename or []), exporting.parse_shard_size(max_shard_size)
+        wanted = exporting.parse_dtype(dtype)
     with cli.progress("export") as callbacks:
-        result = exporting.export(url, destination, **options, **callbacks)
+        result = exporting.export(
+            url, destination, include=include, rename=rules, dtype=wanted, max_shard_size=most, **callbacks
+        )
     tensors, files = plural(result.tensors, "tensor"), plural(len(result.files), "file")
     cli.note(f"{destination}: {tensors}, {files}, {format_size(result.size)}")
     if result.skipped:
@@ -85,10 +69,7 @@ def export(
 
 @cli.app.command("import")
 def import_(
-    source: Annotated[
-        str,
-        typer.Argument(metavar="SRC", help="Directory or s3://bucket/prefix with safetensors files, or one."),
-    ],
+    source: Annotated[str, typer.Argument(metavar="SRC", help="Directory or URL with safetensors files.")],
     url: cli.URL,
     prefix: Annotated[str, typer.Option("--prefix", metavar="TEXT", help="Put before every name, as model.")] = "",
     rename: cli.Rename = None,
@@ -98,7 +79,7 @@ def import_(
     from dcp_s3.offline import weights
     from dcp_s3.offline.names import parse_rules
 
-    with cli.wrong_usage(ValueError, hint="--rename"):
+    with cli.wrong_usage("--rename"):
         rules = parse_rules(rename or [])
     with cli.progress("import") as callbacks:
         result = weights.import_weights(source, url, prefix=prefix, rename=rules, overwrite=overwrite, **callbacks)
@@ -107,12 +88,8 @@ def import_(
 
 @cli.app.command()
 def drain(
-    directory: Annotated[
-        Path | None,
-        typer.Argument(metavar="[DIR]", help="Spill directory; the default is DCP_S3_SPILL_DIR."),
-    ] = None,
+    directory: Annotated[Path | None, typer.Argument(metavar="[DIR]", help="Instead of DCP_S3_SPILL_DIR.")] = None,
     status: Annotated[bool, typer.Option("--status", help="Only show what is there.")] = False,
-    as_json: cli.AsJSON = False,
 ) -> None:
     """Upload what a crash or an outage of S3 left in a spill directory, and commit what is then complete.
 
@@ -129,13 +106,11 @@ def drain(
     if not store.path.is_dir():
         raise typer.BadParameter(f"there is no directory {store.path}", param_hint="DIR")
     if status:
-        _show_spilled(store, as_json)
+        _show_spilled(store)
         return
     with cli.ended_like_ctrl_c(), cli.progress("drain") as callbacks:
         callbacks["on_total"](sum(save.journal.size for save in store.scan()))
         report = Drainer(store, on_progress=callbacks["on_progress"], patience=settings.spill_after).run()
-    if as_json:
-        cli.print_json(dataclasses.asdict(report))
     for url in report.committed:
         cli.note(f"committed {url}")
     if report.busy:
@@ -153,29 +128,19 @@ def drain(
         raise typer.Exit(cli.FAILED)
 
 
-def _show_spilled(store: SpillStore, as_json: bool) -> None:
+def _show_spilled(store: SpillStore) -> None:
     """Show what waits in a spill directory, and what was set aside."""
     from dcp_s3.cli import tables
 
-    saves, table = [], tables.make_table(("checkpoint", "what", "state", ">size", ">age"))
-    for name, journal in ((save.name, save.journal) for save in store.scan()):
-        what, state = "data" if journal.commit is None else "commit", journal.state.value
-        facts = {"name": name, "url": journal.url, "what": what, "state": state}
-        saves.append(facts | {"size": journal.size, "created_at": journal.created_at})
-        age = tables.format_age(time.time() - journal.created_at)
-        tables.add_row(table, (journal.url, what, state, format_size(journal.size), age))
-    damaged, refused = (
-        [dataclasses.asdict(each) | {"path": str(each.path)} for each in found]
-        for found in (store.list_broken(), store.list_refused())
-    )
-    if as_json:
-        cli.print_json({"directory": str(store.path), "saves": saves, "damaged": damaged, "refused": refused})
-        return
-    if saves:
+    table = tables.make_table(("checkpoint", "what", "state", ">size", ">age"))
+    for journal in (save.journal for save in store.scan()):
+        what, age = "data" if journal.commit is None else "commit", tables.format_age(time.time() - journal.created_at)
+        tables.add_row(table, (journal.url, what, journal.state.value, format_size(journal.size), age))
+    if table.row_count:
         tables.show(table)
-    for kind, found in (("damaged", damaged), ("set aside", refused)):
+    for kind, found in (("damaged", store.list_broken()), ("set aside", store.list_refused())):
         for each in found:
-            cli.print_line(f"{kind}: {each['path']}: {each['reason']}")
+            cli.print_line(f"{kind}: {each.path}: {each.reason}")
 
 
 @cli.app.command()
@@ -192,9 +157,9 @@ def prune(
     dry_run: cli.DryRun = False,
     yes: cli.Yes = False,
     as_json: cli.AsJSON = False,
-    grace: cli.Grace = None,
+    grace: Annotated[str | None, typer.Option(metavar="24h", help="Instead of DCP_S3_RETENTION_GRACE.")] = None,
     force: Annotated[
-        bool, typer.Option("--force", help="Allow a --grace under an hour: saves in progress may lose their objects.")
+        bool, typer.Option("--force", help="Allow a --grace under an hour: it breaks slow saves.")
     ] = False,
 ) -> None:
     """Delete the checkpoints under ROOT that no policy keeps, and the leftovers of failed saves.
@@ -208,12 +173,10 @@ def prune(
 
     parse_url(root)
     settings = resolve_settings(None)
-    with cli.wrong_usage(SettingsError, hint="POLICY"):
+    with cli.wrong_usage("POLICY or --grace"):
         policy = parse_policy(" ".join(policies or ()))
-    if policy is None:
-        policy = policy_from_settings(settings)
-    with cli.wrong_usage(SettingsError, hint="--grace"):
         seconds = pruning.check_grace(settings.retention_grace if grace is None else grace, force=force)
+    policy = policy_from_settings(settings) if policy is None else policy
     if not dry_run:
         cli.require_yes(yes)
     if policy is None:
@@ -221,7 +184,7 @@ def prune(
             "no policy (none is given, DCP_S3_RETENTION is not set): every committed checkpoint stays, only the "
             "leftovers of failed saves are deleted"
         )
-    with cli.progress_of_steps("plan"):  # without a total: a pulsing bar
+    with cli.progress("plan", steps=True):  # without a total: a pulsing bar
         # Empty text keeps all; None would mean the policy of the settings.
         report = pruning.prune(root, policy or "", grace=seconds, dry_run=True, force=force, settings=settings)
     plan = report.plan
@@ -234,7 +197,7 @@ def prune(
     else:
         if not yes:
             cli.ask(f"{tables.plan_summary(plan)}. Delete?" if as_json else "Delete?")
-        with cli.progress_of_steps("prune") as step:
+        with cli.progress("prune", steps=True) as step:
             report = pruning.apply_plan(report.root, plan, progress=step)
     if as_json:
         cli.print_json(report.to_dict())
@@ -264,8 +227,7 @@ def _say_pruned(report: PruneReport) -> None:
     cli.note(
         f"{report.root}: {plural(len(report.deleted), 'checkpoint')} deleted, {len(report.plan.kept)} kept, "
         f"{plural(report.objects, 'object')} ({format_size(report.size)}), "
-        f"{plural(len(report.aborted), 'upload')} aborted, "
-        f"{plural(len(report.failures), 'failure')}"
+        f"{plural(len(report.aborted), 'upload')} aborted, {plural(len(report.failures), 'failure')}"
     )
 
 
@@ -274,10 +236,7 @@ def rm(
     url: cli.URL,
     dry_run: cli.DryRun = False,
     yes: cli.Yes = False,
-    force: Annotated[
-        bool,
-        typer.Option("--force", help="Even if it is pinned, being loaded or being saved; that load or save fails."),
-    ] = False,
+    force: Annotated[bool, typer.Option("--force", help="Even if it is pinned, being loaded or being saved.")] = False,
 ) -> None:
     """Delete one checkpoint, committed or not."""
     from dcp_s3.cli import tables

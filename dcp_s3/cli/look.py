@@ -1,12 +1,8 @@
-"""The commands that change no checkpoint.
-
-``ls``, ``show``, ``diff`` and ``verify`` look at checkpoints; ``doctor``, ``bench`` and ``demo`` try a store.
-"""
+"""The commands that change no checkpoint."""
 
 from __future__ import annotations
 
-import time
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -14,35 +10,34 @@ from dcp_s3.cli import app as cli
 from dcp_s3.errors import CheckpointNotFoundError, DcpS3Error
 from dcp_s3.units import format_size, parse_size, plural
 
-if TYPE_CHECKING:
-    from dcp_s3.offline.verify import VerifyReport
-
 
 @cli.app.command()
 def ls(
     root: cli.ROOT,
     as_json: cli.AsJSON = False,
     everything: Annotated[bool, typer.Option("--all", help="Show incomplete ones too.")] = False,
-    latest: Annotated[
-        bool,
-        typer.Option(
-            "--latest", help="Print only the URL of the newest that can be loaded: $(dcp-s3 ls --latest ROOT)."
-        ),
-    ] = False,
+    latest: Annotated[bool, typer.Option("--latest", help="Print only the URL of the newest to load.")] = False,
 ) -> None:
     """List the checkpoints under ROOT, oldest first."""
     from dcp_s3.cli import tables
-    from dcp_s3.retention.catalog import CheckpointCatalog
+    from dcp_s3.retention import catalog
 
     if latest:
-        _print_latest(root, as_json)
+        newest = catalog.latest(root)
+        if as_json:
+            cli.print_json(None if newest is None else newest.to_dict())
+        elif newest is not None:
+            cli.print_line(newest.url)
+        if newest is None:
+            cli.note(f"no complete checkpoint under {root}: dcp-s3 ls --all shows what is there")
+            raise typer.Exit(cli.NOTHING_THERE)
         return
-    found = CheckpointCatalog(root).checkpoints()
+    found = catalog.list_checkpoints(root)
     shown = [info for info in found if everything or info.committed]
     if as_json:
         cli.print_json([info.to_dict() for info in shown])
     elif shown:
-        tables.show(tables.checkpoints(shown, now=time.time()))
+        tables.show(tables.checkpoints(shown))
     hidden = len(found) - len(shown)
     if hidden:
         cli.note(f"{plural(hidden, 'incomplete checkpoint')} not shown: see --all")
@@ -52,32 +47,18 @@ def ls(
         raise typer.Exit(cli.NOTHING_THERE)
 
 
-def _print_latest(root: str, as_json: bool) -> None:
-    from dcp_s3.retention.catalog import latest as find_latest
-
-    found = find_latest(root)
-    if as_json:
-        cli.print_json(None if found is None else found.to_dict())
-    elif found is not None:
-        cli.print_line(found.url)
-    if found is None:
-        cli.note(f"no complete checkpoint under {root}: dcp-s3 ls --all shows what is there")
-        raise typer.Exit(cli.NOTHING_THERE)
-
-
 Filter = Annotated[
     list[str] | None,
     typer.Option("--filter", metavar="GLOB", help="Only the entries that match, as 'model.*'; may be repeated."),
 ]
+All = Annotated[bool, typer.Option("--all", help="A line for everything, also for what is alike.")]
 
 
 @cli.app.command()
 def show(
     url: cli.URL,
     filter: Filter = None,
-    everything: Annotated[
-        bool, typer.Option("--all", help="A line for each entry, also for those alike, and for each object.")
-    ] = False,
+    everything: All = False,
     as_json: cli.AsJSON = False,
 ) -> None:
     """Show one checkpoint: its properties, and what it holds. Reads no data.
@@ -88,11 +69,7 @@ def show(
     from dcp_s3.offline.names import matches, no_match_error
     from dcp_s3.retention.catalog import describe
 
-    try:
-        details = describe(url)
-    except CheckpointNotFoundError:
-        _show_weights(url, filter, everything, as_json)
-        return
+    details = describe(url)
     entries = [entry for entry in details.entries if not filter or matches(entry.fqn, filter)]
     if filter and not entries:
         raise no_match_error(f"{url} has no", filter, [entry.fqn for entry in details.entries], url)
@@ -107,28 +84,12 @@ def show(
         tables.show(tables.objects(details.objects))
 
 
-def _show_weights(url: str, filter: list[str] | None, everything: bool, as_json: bool) -> None:
-    """Show what safetensors files hold; raise what `describe` did if there are none."""
-    from dcp_s3.cli import tables
-    from dcp_s3.offline.names import matches
-    from dcp_s3.offline.weights import saved_weights
-
-    entries = [entry for entry in saved_weights(url) if not filter or matches(entry.fqn, filter)]
-    if as_json:
-        cli.print_json({"entries": [vars(entry) for entry in entries]})
-        return
-    cli.print_line(f"no checkpoint, but safetensors files: {plural(len(entries), 'tensor')}, without checksums")
-    tables.show(tables.entries(entries, alone=everything))
-
-
 @cli.app.command()
 def diff(
     a: Annotated[str, typer.Argument(metavar="A", help="s3://bucket/prefix of one checkpoint.")],
     b: Annotated[str, typer.Argument(metavar="B", help="s3://bucket/prefix of the other.")],
     filter: Filter = None,
-    everything: Annotated[
-        bool, typer.Option("--all", help="A line for each entry, also for those that are the same.")
-    ] = False,
+    everything: All = False,
     as_json: cli.AsJSON = False,
 ) -> None:
     """Compare two checkpoints: names, shapes, dtypes, and which values changed.
@@ -174,22 +135,18 @@ def _show_settings(as_json: bool) -> None:
         rows.append({"name": name, "value": value, "source": source})
     if as_json:
         cli.print_json(rows)
-    else:
-        tables.show(tables.settings(rows))
-
-
-_STYLES = {"ok": "green", "warning": "yellow", "failed": "bold red", "skipped": "dim"}
+        return
+    table = tables.make_table(("setting", "value", "from"))
+    for row in rows:
+        value = "unset" if row["value"] is None else row["value"]
+        tables.add_row(table, (row["name"], value, row["source"]), style="dim" if row["source"] == "default" else "")
+    tables.show(table)
 
 
 @cli.app.command()
 def doctor(
-    url: Annotated[
-        str | None, typer.Argument(metavar="URL", help="s3://bucket/prefix below which checkpoints are to lie.")
-    ] = None,
-    settings: Annotated[
-        bool,
-        typer.Option("--settings", help="Only show each setting, and the variable or AWS profile that it comes from."),
-    ] = False,
+    url: Annotated[str | None, typer.Argument(metavar="URL", help="s3://bucket/prefix for checkpoints.")] = None,
+    settings: Annotated[bool, typer.Option("--settings", help="Only show each setting, and where it is set.")] = False,
     as_json: cli.AsJSON = False,
 ) -> None:
     """Check settings, credentials, endpoint, permissions and what the store can do, before a run starts.
@@ -202,18 +159,11 @@ def doctor(
     if url is None:
         raise typer.BadParameter("s3://bucket/prefix is missing; only --settings needs none", param_hint="URL")
     from dcp_s3.checkup import doctor as checkup
-    from dcp_s3.checkup.probes import CheckResult
-    from dcp_s3.cli import tables
-
-    console = tables.make_console()
-
-    def show(result: CheckResult) -> None:
-        if not as_json:
-            text = cli.printable(checkup.format_result(result), keep=cli.LAYOUT)
-            console.print(text, style=_STYLES[result.status], soft_wrap=True)
 
     with cli.ended_like_ctrl_c():
-        report = checkup.doctor(url, on_result=show)
+        report = checkup.doctor(
+            url, on_result=lambda each: None if as_json else cli.print_line(checkup.format_result(each))
+        )
     if as_json:
         cli.print_json(report.to_dict())
     else:
@@ -238,30 +188,30 @@ def verify(
 
     documents: list[Any] = []
     statuses: list[int] = []
-    totals: list[int] = []
-    with cli.progress("verify") as callbacks:
-
-        def add(total: int) -> None:
-            totals.append(total)
-            callbacks["on_total"](sum(totals))
-
-        for each in [info.url for info in list_checkpoints(url) if info.committed] if root else [url]:
-            try:
-                report = verifying.verify(each, full=full, on_total=add, on_progress=callbacks["on_progress"])
-            except (DcpS3Error, OSError) as error:
-                if not root:
-                    raise
-                if isinstance(error, CheckpointNotFoundError):
-                    continue  # deleted meanwhile
-                documents.append({"url": each, "ok": None, "error": str(error)})
-                statuses.append(cli.status_of(error))
-                lines = [f"{each}: could not be verified: {error}"]
-            else:
-                documents.append(report.to_dict())
-                statuses.append(cli.DONE if report.ok else cli.DAMAGED)
-                lines = _lines(report)
-            for line in () if as_json else lines:
-                cli.print_line(line)
+    for each in [info.url for info in list_checkpoints(url) if info.committed] if root else [url]:
+        try:
+            with cli.progress("verify") as callbacks:
+                report = verifying.verify(each, full=full, **callbacks)
+        except (DcpS3Error, OSError) as error:
+            if not root:
+                raise
+            if isinstance(error, CheckpointNotFoundError):
+                continue  # deleted meanwhile
+            documents.append({"url": each, "ok": None, "error": str(error)})
+            statuses.append(cli.status_of(error))
+            lines = [f"{each}: could not be verified: {error}"]
+        else:
+            documents.append(report.to_dict())
+            statuses.append(cli.DONE if report.ok else cli.DAMAGED)
+            without = report.objects_without_checksum, report.items_without_checksum
+            text = f"{report.mode}: {plural(report.objects, 'object')}, {plural(report.items, 'item')}, "
+            text += f"{format_size(report.bytes_read)} read"
+            if any(without):
+                text += f"; without checksum: {plural(without[0], 'object')}, {plural(without[1], 'item')}"
+            lines = [f"{report.url}: {'good' if report.ok else 'damaged'} ({text})"]
+            lines += [f"  {problem}" for problem in report.problems]
+        for line in () if as_json else lines:
+            cli.print_line(line)
     if as_json:
         cli.print_json(documents if root else documents[0])
     if not documents:
@@ -271,53 +221,30 @@ def verify(
         raise typer.Exit(status)
 
 
-def _lines(report: VerifyReport) -> list[str]:
-    text = f"{report.mode}: {plural(report.objects, 'object')}, {plural(report.items, 'item')}, "
-    text += f"{format_size(report.bytes_read)} read"
-    if report.objects_without_checksum or report.items_without_checksum:
-        text += f"; without checksum: {plural(report.objects_without_checksum, 'object')}"
-        text += f", {plural(report.items_without_checksum, 'item')}"
-    verdict = "good" if report.ok else "damaged"
-    return [f"{report.url}: {verdict} ({text})", *(f"  {problem}" for problem in report.problems)]
-
-
 @cli.app.command()
 def bench(
-    url: Annotated[
-        str, typer.Argument(metavar="URL", help="s3://bucket/prefix to write below; what is there is not touched.")
-    ],
-    size: Annotated[
-        str, typer.Option(metavar="SIZE", help="Bytes per rank; at most a quarter of the free memory.")
-    ] = "4GiB",
+    url: Annotated[str, typer.Argument(metavar="URL", help="s3://bucket/prefix to write below.")],
+    size: Annotated[str, typer.Option(metavar="SIZE", help="Bytes per rank; it needs twice as much memory.")] = "1GiB",
     ranks: Annotated[int, typer.Option(min=1, max=1024, help="Ranks on this host, each its own process.")] = 1,
-    rounds: Annotated[
-        int, typer.Option(min=1, max=1000, help="Saves and loads; the first has connections to find.")
-    ] = 2,
-    as_json: cli.AsJSON = False,
+    rounds: Annotated[int, typer.Option(min=1, max=1000, help="Saves and loads.")] = 2,
 ) -> None:
-    """Measure saves and loads below URL with these settings, say what limits them, and remove everything again."""
+    """Measure saves and loads of random tensors below URL with these settings, and remove everything again."""
     from dcp_s3.bench import bench as run_bench
     from dcp_s3.cli import tables
 
-    with cli.wrong_usage(ValueError, hint="--size"):
+    with cli.wrong_usage("--size"):
         count = parse_size(size)
         if not count:
             raise ValueError("expected at least one byte")
-    with cli.progress_of_steps("bench") as step, cli.ended_like_ctrl_c():
-        report = run_bench(url, size=count, ranks=ranks, rounds=rounds, note=cli.note, progress=step)
-    if as_json:
-        cli.print_json(report.to_dict())
-        return
-    cli.print_line(f"{plural(report.ranks, 'rank')}; what was loaded is what was saved, bit by bit")
-    titles = (">round", "direction", ">seconds", ">GiB/s", ">CPU s/GiB", ">connections per rank", ">throttled")
-    table = tables.make_table(titles)
-    for each in report.transfers:
+    with cli.progress("bench", steps=True) as step, cli.ended_like_ctrl_c():
+        found = run_bench(url, size=count, ranks=ranks, rounds=rounds, progress=step)
+    cli.print_line(f"{plural(ranks, 'rank')}; what was loaded is what was saved, bit by bit")
+    table = tables.make_table((">round", "direction", ">seconds", ">GiB/s", ">CPU s/GiB"))
+    for each in found:
         gib = each.bytes / 2**30
         rates = (f"{rate:.2f}" for rate in (each.seconds, gib / each.seconds, each.cpu_seconds / gib))
-        tables.add_row(table, (each.round, each.direction, *rates, each.connections, each.throttled))
+        tables.add_row(table, (each.round, each.direction, *rates))
     tables.show(table)
-    for direction, text in report.limits.items():
-        cli.print_line(f"what limits a {direction}: {text}")
 
 
 @cli.app.command()

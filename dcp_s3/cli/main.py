@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import dcp_s3.cli.change
-import dcp_s3.cli.look  # noqa: F401
+import dcp_s3.cli.look  # isort: skip - the order of the commands in --help
+import dcp_s3.cli.change  # noqa: F401
 from dcp_s3.cli.app import app
 
 __all__ = ["app"]

@@ -33,20 +33,17 @@ def make_console(*, stderr: bool = False) -> Console:
 
 
 def show(table: Table) -> None:
-    """Print a table; into a pipe or file as lines of columns that tabs divide, for awk, cut and sort."""
+    """Print a table; into a pipe or file as lines of columns that tabs divide, for awk, cut and sort. An empty cell is
+    ``-`` there."""
     console = make_console()
     if console.is_terminal:
         console.print(table)
-    else:
-        console.file.write("".join(f"{line}\n" for line in plain_lines(table)))
-
-
-def plain_lines(table: Table) -> list[str]:
-    """A table as text: a line with the titles, then one for each row. Tabs divide; an empty cell is ``-``."""
+        return
     rows = list(zip(*(column.cells for column in table.columns), strict=True))
     if table.show_header:
         rows.insert(0, tuple(column.header for column in table.columns))
-    return ["\t".join(printable(str(cell)) or "-" for cell in row) for row in rows]
+    for row in rows:
+        console.file.write("\t".join(printable(str(cell)) or "-" for cell in row) + "\n")
 
 
 def format_age(seconds: float) -> str:
@@ -58,21 +55,20 @@ def format_age(seconds: float) -> str:
     return f"{minutes}m" if minutes else f"{whole}s"
 
 
-def checkpoints(infos: Sequence[CheckpointInfo], *, now: float) -> Table:
+def checkpoints(infos: Sequence[CheckpointInfo]) -> Table:
     """One line per checkpoint; incomplete ones dimmed."""
     table = make_table(("name", "state", ">step", ">ranks", ">objects", ">size", ">age", "metrics"))
     for info in infos:
-        age = "" if info.created_at is None else format_age(now - info.created_at)
-        size, metrics = _size(info.size), format_metrics(info.metrics)
-        state = format_state(info, now=now)
-        cells = (info.name, state, info.step, info.world_size, info.objects, size, age, metrics)
+        age = "" if info.created_at is None else format_age(time.time() - info.created_at)
+        numbers = info.step, info.world_size, info.objects, _size(info.size)
+        cells = (info.name, format_state(info), *numbers, age, format_metrics(info.metrics))
         add_row(table, cells, style="" if info.committed else "dim")
     return table
 
 
-def format_state(info: CheckpointInfo, *, now: float) -> str:
+def format_state(info: CheckpointInfo) -> str:
     """``committed (foreign, pinned)``."""
-    leased = info.leased_until is not None and now < info.leased_until + LEASE_MARGIN
+    leased = info.leased_until is not None and time.time() < info.leased_until + LEASE_MARGIN
     marks = {"foreign": info.foreign, "pinned": info.pinned, "leased": leased, "damaged": info.damage is not None}
     shown = ", ".join(mark for mark, is_so in marks.items() if is_so)
     return f"{info.state} ({shown})" if shown else info.state
@@ -94,22 +90,21 @@ def facts(details: CheckpointDetails) -> Table:
         holds.append(f"{plural(tensors, 'tensor')} with {parameters} parameters")
     if others := len(details.entries) - tensors:
         holds.append(plural(others, "other entry"))
-    attached = [each.attachment for each in details.objects if each.attachment]
+    writer = ", ".join(f"{name} {version}" for name, version in details.writer.items())
     rows: Mapping[str, Any] = {
         "url": info.url,
-        "state": format_state(info, now=time.time()),
+        "state": format_state(info),
         "step": info.step,
         "ranks": info.world_size,
         "size": None if info.size is None else f"{format_size(info.size)} in {plural(info.objects or 0, 'object')}",
         "items": details.items or None,
         "holds": "; ".join(holds),
-        "attachments": ", ".join(attached),
+        "attachments": ", ".join(each.attachment for each in details.objects if each.attachment),
         "created": created,
         "metrics": format_metrics(info.metrics),
         "extra": json.dumps(info.extra, ensure_ascii=False) if info.extra else None,
         "pinned": info.pin_reason,
-        "written by": ", ".join(f"{name} {version}" for name, version in details.writer.items())
-        or ("something other than dcp_s3" if info.foreign else ""),
+        "written by": writer or ("something other than dcp_s3" if info.foreign else ""),
     }
     for name, value in rows.items():
         if value not in (None, ""):
@@ -120,25 +115,24 @@ def facts(details: CheckpointDetails) -> Table:
 def plan(found: Plan) -> Table:
     """One line per checkpoint, and one for each kind of leftover. Red: to be deleted."""
     table = make_table(("checkpoint", "action", ">step", ">size", ">age", "reasons"))
-    delete = "delete"
-    rows: list[tuple[Any, ...]] = []
     for decision in found.decisions:
         info = decision.checkpoint
         created = info.modified_at if info.created_at is None else info.created_at
         age = "" if created is None else format_age(found.now - created)
-        rows.append((info.name, decision.action, info.step, _size(info.size), age, decision.reasons))
+        cells = (info.name, decision.action, info.step, _size(info.size), age, "; ".join(decision.reasons))
+        add_row(table, cells, style="red" if decision.action == "delete" else "")
     sizes: dict[tuple[str, str], list[int]] = {}
     for each in found.leftovers:
         sizes.setdefault((each.checkpoint, "leftover object"), []).append(each.size)
     for upload in found.uploads:
         sizes.setdefault((upload.checkpoint, "open upload"), []).append(0)
-    left_over = ("left over: of no checkpoint, and nothing there is younger than the grace period",)
+    why = "left over: of no checkpoint, and nothing there is younger than the grace period"
     for (name, what), parts in sizes.items():
-        rows.append((f"{name}: {plural(len(parts), what)}", delete, None, _size(sum(parts) or None), None, left_over))
-    unfinished = ("its deletion was begun and not finished",)
-    rows += [(left.checkpoint, delete, None, None, None, unfinished) for left in found.unfinished]
-    for *cells, reasons in rows:
-        add_row(table, (*cells, "; ".join(reasons)), style="red" if cells[1] == delete else "")
+        label, size = f"{name}: {plural(len(parts), what)}", _size(sum(parts) or None)
+        add_row(table, (label, "delete", None, size, None, why), style="red")
+    for left in found.unfinished:
+        why = "its deletion was begun and not finished"
+        add_row(table, (left.checkpoint, "delete", None, None, None, why), style="red")
     return table
 
 
@@ -197,15 +191,6 @@ def differences(found: CheckpointDiff, *, everything: bool) -> tuple[Table, int]
     for row in shown:
         add_row(table, row)
     return table, len(rows) - len(shown)
-
-
-def settings(rows: Iterable[Mapping[str, Any]]) -> Table:
-    """One line per setting."""
-    table = make_table(("setting", "value", "from"))
-    for row in rows:
-        value = "unset" if row["value"] is None else row["value"]
-        add_row(table, (row["name"], value, row["source"]), style="dim" if row["source"] == "default" else "")
-    return table
 
 
 def format_metrics(metrics: Mapping[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""Compares two checkpoints: names, shapes, dtypes, checksums of values, attachments and metrics."""
+"""Compares two checkpoints by what metadata and manifests say."""
 
 from __future__ import annotations
 
@@ -9,16 +9,19 @@ from typing import Any, Literal
 
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
+from dcp_s3.checkpoint import look
+from dcp_s3.checkpoint.commit_state import check_metadata, fetch_metadata, not_found_error
 from dcp_s3.checkpoint.info import CheckpointInfo
 from dcp_s3.format.blocks import get_crc, get_raw_offset
-from dcp_s3.format.control_files import Manifest, ObjectEntry
-from dcp_s3.format.saved_entries import SavedEntry, saved_entries
-from dcp_s3.offline.inspect import fetch_saved
+from dcp_s3.format.control_files import ObjectEntry
+from dcp_s3.format.saved_entries import saved_entries
 from dcp_s3.offline.names import matches, no_match_error
 from dcp_s3.process import collector_paused
-from dcp_s3.settings import SettingsLike
+from dcp_s3.s3.store import store_of
+from dcp_s3.settings import SettingsLike, resolve_settings
+from dcp_s3.store import same_etag
 from dcp_s3.units import one_line
-from dcp_s3.url import URLLike
+from dcp_s3.url import URLLike, parse_url
 
 Status = Literal["same", "changed", "unknown", "only in A", "only in B"]
 
@@ -47,9 +50,6 @@ class EntryDiff:
     size: int = 0
     """Stored bytes, framing included; in A, or in B where only that has it."""
 
-    def __repr__(self) -> str:
-        return one_line("EntryDiff", repr(self.fqn), self.status, what=self.what or None)
-
 
 @dataclass(frozen=True, repr=False)
 class CheckpointDiff:
@@ -66,11 +66,9 @@ class CheckpointDiff:
     entries: tuple[EntryDiff, ...]
     """All entries that were compared, the same ones too: in the order of A, then those that only B has."""
     attachments: Mapping[str, Status]
-    """How each attachment, or file with a name of its own, compares, by name; ``unknown`` without a checksum. Empty if
-    ``filter`` was given."""
+    """How attachments compare, by name; ``unknown`` without a checksum. Empty if ``filter`` was given."""
     metrics: Mapping[str, tuple[Any, Any]]
-    """Metrics that differ: their values in A and B, None where there is none. They do not count as a difference of the
-    checkpoints: nothing loads them."""
+    """Metrics that differ: their values in A and B, None where there is none. They do not count as a difference."""
 
     @property
     def counts(self) -> dict[Status, int]:
@@ -120,14 +118,12 @@ def diff(
 ) -> CheckpointDiff:
     """Compare two committed checkpoints, without reading their data.
 
-    Fetches metadata and manifests, mostly three requests for each checkpoint. Tensors are compared by the checksums
-    of their chunks. Where those cannot tell (chunks that are cut differently, as by another number of ranks, another
-    writer, ``DCP_S3_CHECKSUM=none``, or encoded) an entry is ``unknown``.
+    Takes three requests for each that dcp_s3 wrote. Tensors are compared by the checksums of their chunks. Where those
+    cannot tell (chunks that are cut differently, as by another number of ranks, another writer,
+    ``DCP_S3_CHECKSUM=none``, or encoded) an entry is ``unknown``.
 
     >>> print(diff("s3://bucket/run/step-00001000", "s3://bucket/run/step-00002000").summary)
     1 of 2 entries differ (1 changed), 1 same
-
-    Equal CRC-64s of equally many bytes count as ``same``. A CRC is no proof against somebody who made them equal.
 
     Args:
         filter: only the entries whose names match, such as ``model.*``; several: any of them.
@@ -138,34 +134,45 @@ def diff(
         CorruptCheckpointError, UnsafeMetadataError
         InvalidURLError, SettingsError, StorageError
     """
-    one, two = fetch_saved(a, settings), fetch_saved(b, settings)
+    (info, files, metadata), (other, others, theirs) = (_fetch(each, settings) for each in (a, b))
     patterns = None if filter is None else [filter] if isinstance(filter, str) else list(filter)
-    entries = compare(one.metadata, two.metadata, patterns)
+    entries = compare(metadata, theirs, patterns)
     if patterns is not None and not entries:
-        names = list(one.metadata.state_dict_metadata)
-        raise no_match_error(f"neither {one.info.url} nor {two.info.url} has an", patterns, names, one.info.url)
-    attachments = {} if patterns is not None else _compare_attachments(_files(one.manifest), _files(two.manifest))
-    ours, theirs = one.info.metrics, two.info.metrics
-    pairs = {name: (ours.get(name), theirs.get(name)) for name in dict.fromkeys([*ours, *theirs])}
-    metrics = {name: (x, y) for name, (x, y) in pairs.items() if x != y and not (x != x and y != y)}  # NaN equals NaN
-    return CheckpointDiff(one.info, two.info, tuple(entries), attachments, metrics)
-
-
-def _files(manifest: Manifest | None) -> Mapping[str, ObjectEntry]:
-    return {} if manifest is None else {**manifest.files, **manifest.attachments}
-
-
-def _compare_attachments(a: Mapping[str, ObjectEntry], b: Mapping[str, ObjectEntry]) -> dict[str, Status]:
-    found: dict[str, Status] = {}
-    for name in sorted({*a, *b}):
-        one, two = a.get(name), b.get(name)
-        if one is None or two is None:
-            found[name] = "only in B" if one is None else "only in A"
-        elif one.size == two.size and None in (one.crc64nvme, two.crc64nvme):
-            found[name] = "unknown"
+        raise no_match_error(
+            f"neither {info.url} nor {other.url} has an", patterns, [*metadata.state_dict_metadata], info.url
+        )
+    attachments: dict[str, Status] = {}
+    for name in sorted({*files, *others}) if patterns is None else ():
+        x, y = files.get(name), others.get(name)
+        if x is None or y is None:
+            attachments[name] = "only in B" if x is None else "only in A"
+        elif x.size == y.size and None in (x.crc64nvme, y.crc64nvme):
+            attachments[name] = "unknown"
         else:
-            found[name] = "same" if (one.size, one.crc64nvme) == (two.size, two.crc64nvme) else "changed"
-    return found
+            attachments[name] = "same" if (x.size, x.crc64nvme) == (y.size, y.crc64nvme) else "changed"
+    names = dict.fromkeys([*info.metrics, *other.metrics])
+    pairs = {name: (info.metrics.get(name), other.metrics.get(name)) for name in names}
+    metrics = {name: (x, y) for name, (x, y) in pairs.items() if x != y and not (x != x and y != y)}  # NaN equals NaN
+    return CheckpointDiff(info, other, tuple(entries), attachments, metrics)
+
+
+def _fetch(where: URLLike, settings: SettingsLike) -> tuple[CheckpointInfo, Mapping[str, ObjectEntry], Metadata]:
+    """A committed checkpoint, its files with names of their own, and its metadata, all of one save: three requests for
+    one that dcp_s3 wrote."""
+    url = parse_url(where)
+    store = store_of(url, resolve_settings(settings))
+    while True:
+        found = look.inspect(store, url)
+        commit = found.directory.commits.get(None) if found else None
+        if found is None or commit is None:
+            alone = found is not None and found.info.committed
+            why = ": each rank has committed its own part, which `dcp-s3 show` shows" if alone else ""
+            raise not_found_error(url, why=why)
+        stored = fetch_metadata(store, url)
+        if same_etag(stored.etag, commit.etag):
+            manifest = found.manifests.get(None)
+            files = {**manifest.files, **manifest.attachments} if manifest else {}
+            return found.info, files, check_metadata(stored, url)
 
 
 # --- by checksums, pure ------------------------------------------------------------------------------
@@ -186,18 +193,20 @@ def compare(a: Metadata, b: Metadata, patterns: Iterable[str] | None = None) -> 
                 entry, status = (theirs[fqn], "only in B") if one is None else (one, "only in A")
                 found.append(EntryDiff(fqn, entry.kind, status, "", entry.size))
                 continue
-            status = "changed"
-            old = {"kind": one.kind, "shape": _shape(one), "dtype": one.dtype}
-            new = {"kind": two.kind, "shape": _shape(two), "dtype": two.dtype}
-            what = next((f"{name} {old[name]} -> {new[name]}" for name in old if old[name] != new[name]), "")
-            if not what:
+            what = ""
+            for name in ("kind", "shape", "dtype"):
+                old, new = getattr(one, name), getattr(two, name)
+                if old != new:
+                    status, what = "changed", f"{name} {_text(old)} -> {_text(new)}"
+                    break
+            else:
                 status, what = _compare_chunks(_chunks(a, fqn), _chunks(b, fqn), is_object=one.kind == "bytes")
             found.append(EntryDiff(fqn, one.kind, status, what, one.size))
     return found
 
 
-def _shape(entry: SavedEntry) -> str:
-    return "x".join(map(str, entry.shape or ())) or "scalar"
+def _text(value: Any) -> str:
+    return "x".join(map(str, value)) or "scalar" if isinstance(value, tuple) else str(value)
 
 
 def _chunks(metadata: Metadata, fqn: str) -> dict[Any, Any]:
@@ -205,31 +214,28 @@ def _chunks(metadata: Metadata, fqn: str) -> dict[Any, Any]:
     saved, storage = metadata.state_dict_metadata[fqn], metadata.storage_data or {}
     if not isinstance(saved, TensorStorageMetadata):
         return {(): storage.get(MetadataIndex(fqn))}
-    return {
-        (chunk.offsets, chunk.sizes): storage.get(MetadataIndex(fqn, chunk.offsets))
-        for chunk in saved.chunks
-        if 0 not in chunk.sizes
-    }
+    chunks = [chunk for chunk in saved.chunks if 0 not in chunk.sizes]
+    return {(each.offsets, each.sizes): storage.get(MetadataIndex(fqn, each.offsets)) for each in chunks}
 
 
 def _compare_chunks(a: Mapping[Any, Any], b: Mapping[Any, Any], *, is_object: bool) -> tuple[Status, str]:
     doubts = set() if a.keys() == b.keys() else {"its chunks are cut differently"}
     for one, two in ((a[box], b[box]) for box in a.keys() & b.keys()):
+        encoded = [tuple(info.transform_descriptors or ()) for info in (one, two)]
+        # What a checksum covers: the elements, or (without a raw offset, or encoded) the stored bytes.
+        covers = [
+            None if get_raw_offset(info) is not None and not how else (info.length, how)
+            for info, how in zip((one, two), encoded, strict=True)
+        ]
         unchecked = [side for side, info in (("A", one), ("B", two)) if get_crc(info) is None]
         if unchecked:
             doubts.add(f"no checksum in {' and '.join(unchecked)}")
-        elif (_covered(one), get_crc(one)) == (_covered(two), get_crc(two)):
+        elif covers[0] == covers[1] and get_crc(one) == get_crc(two):
             continue
-        elif is_object and not (one.transform_descriptors or two.transform_descriptors):
+        elif is_object and not any(encoded):
             return "changed", "bytes"
-        elif _covered(one) is _covered(two) is None:
+        elif covers == [None, None]:
             return "changed", "values"
         else:
             doubts.add("it was encoded before it was stored")
     return ("unknown", min(doubts)) if doubts else ("same", "")
-
-
-def _covered(info: Any) -> Any:
-    """What the checksum of a stored chunk covers: its length and how it was encoded; None: its elements."""
-    encoding = tuple(info.transform_descriptors or ())
-    return None if get_raw_offset(info) is not None and not encoding else (info.length, encoding)

@@ -1,14 +1,10 @@
-"""`export`: the weights of a checkpoint as Hugging Face reads them, in bounded memory.
-
-entries -> names -> files (all planned before a byte is written) -> batches, of which one is written while the next is
-read
-"""
+"""`export`: the weights of a checkpoint as Hugging Face reads them. All is planned before a byte is written; then one
+batch is written while the next is read."""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
-import logging
 import os
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,6 +15,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from dcp_s3.checkpoint.attachments import find_attachments, read_attachment
 from dcp_s3.checkpoint.commit_state import not_found_error
+from dcp_s3.checkpoint.lease import ReaderLease
 from dcp_s3.errors import WeightsError
 from dcp_s3.format.safetensors import (
     INDEX,
@@ -34,25 +31,24 @@ from dcp_s3.load.weights import is_weights
 from dcp_s3.memory import Piece, view_bytes
 from dcp_s3.offline.names import new_names
 from dcp_s3.offline.place import Place, ahead
-from dcp_s3.offline.read import Fill, OpenCheckpoint, Target, cut, reading_under_lease
+from dcp_s3.offline.read import Fill, OpenCheckpoint, Target, cut
 from dcp_s3.s3.multipart import MAX_PARTS
+from dcp_s3.s3.store import store_of
 from dcp_s3.settings import SettingsLike, resolve_settings
-from dcp_s3.units import format_size, one_line, parse_size, plural
+from dcp_s3.units import parse_size
 from dcp_s3.url import parse_url
-
-logger = logging.getLogger(__name__)
 
 BATCH = 48 * 2**20
 """Bytes of tensors that are read together into one buffer. There are two."""
 
-_PIECE = BATCH // 4
-_PIECES = 4096
+_PIECE, _PIECES = BATCH // 4, 4096
 _ALIGNMENT = 64
+# Bytes of the buffers for what cannot be read in place.
+_SMALL_BUFFERS = 32 * 2**20
 # Elements converted to another dtype at a time: as many as stay in the CPU's cache, and torch converts in one thread.
 _CONVERTED = 2**15
 # Bytes of a part of a file on its way to S3, and how many connections send them: that bounds the memory.
-_PART = 8 * 2**20
-_CONNECTIONS = 32
+_PART, _CONNECTIONS = 8 * 2**20, 32
 _ADAPTER = "adapter_config.json"
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -74,10 +70,6 @@ class ExportResult:
     skipped: int
     """Number of entries that are no tensors and were left out."""
 
-    def __repr__(self) -> str:
-        what = [f"{plural(len(self.files), 'file')}", f"{plural(self.tensors, 'tensor')}", format_size(self.size)]
-        return one_line("ExportResult", *what, skipped=self.skipped or None)
-
 
 def export(
     url: str | os.PathLike[str],
@@ -93,24 +85,19 @@ def export(
 ) -> ExportResult:
     """Write the tensors of a checkpoint as safetensors files, as Hugging Face lays them out.
 
-    ``model.safetensors``; or ``model-00001-of-0000N.safetensors`` and
-    ``model.safetensors.index.json``. With an attachment ``adapter_config.json``, which only adapters of PEFT have,
-    ``adapter_model.safetensors``.
+    ``model.safetensors`` (of an adapter of PEFT ``adapter_model.safetensors``), or several files with an index, which
+    comes last. Attachments become files beside them. Needs no process group. Takes at most 512 MiB of host memory (to
+    S3, for files of up to 150 GiB), and besides one attachment (256 MiB at most).
 
-    Attachments of the checkpoint become files beside them. Needs no process group. Takes at most 512 MiB of host
-    memory, whatever the size of tensors and weights files (on S3, of up to 150 GiB), and besides an attachment (256 MiB
-    at most). Each file appears complete, the index last.
-
-    >>> export("s3://bucket/run/step-00002000", "weights", include="weight")
-    ExportResult(1 file, 1 tensor, ... B)
+    >>> export("s3://bucket/run/step-00002000", "weights", include="weight").tensors
+    1
 
     Args:
         destination: directory or ``s3://bucket/prefix``, with nothing in it.
         include: names or patterns of entries, such as ``model.*``, as for `read_tensors`; None: all tensors.
         rename: regular expressions, and what replaces their matches in the names, in this order: ``{"^model[.]": ""}``.
         dtype: convert floating-point tensors to this dtype: ``bf16``, ``fp16``, ``fp32``, or torch's name. Others stay.
-        max_shard_size: bytes of the tensors of a safetensors file, as ``5GB`` or ``2GiB``; a larger tensor gets a file
-            of its own.
+        max_shard_size: bytes of the tensors of a file, as ``5GB`` or ``2GiB``; a larger tensor gets one of its own.
 
     Raises:
         EntryNotFoundError: ``include`` matches nothing.
@@ -123,9 +110,14 @@ def export(
     wanted, most = parse_dtype(dtype), parse_shard_size(max_shard_size)
     few = given.model_copy(update={"concurrency": min(given.max_connections, _CONNECTIONS)})
     target, moved = Place.of(destination, few), on_progress or (lambda _: None)
-    with reading_under_lease(parse_url(url), given) as (checkpoint, fill):
+    where = parse_url(url)
+    lease = ReaderLease(store_of(where, given), where, given.reader_lease)
+    lease.take()  # it may take long: no prune deletes the checkpoint meanwhile
+    with lease.renewed():
+        checkpoint = OpenCheckpoint(where, given)
+        lease.check_not_deleted(None)
         if is_weights(checkpoint.metadata):
-            raise not_found_error(checkpoint.url, why=": safetensors weights lie there, see `dcp-s3 show`")
+            raise not_found_error(checkpoint.url, why=": safetensors weights lie there")
         names = checkpoint.match(include)
         files = _plan(checkpoint, names, rename or {}, wanted, most)
         attached = find_attachments(checkpoint.store, checkpoint.url) or {}
@@ -145,12 +137,11 @@ def export(
             data = read_attachment(checkpoint.store, checkpoint.url, name)
             _write(target, name, len(data), [data])
         buffers = [torch.empty(BATCH, dtype=torch.uint8) for _ in range(2)]
-        for file in files:
-            with contextlib.closing(_contents(file, fill, buffers, moved)) as views:
-                _write(target, file.name, file.size, views)
+        with checkpoint.reading(buffers=_SMALL_BUFFERS) as fill:
+            for file in files:
+                with contextlib.closing(_contents(file, fill, buffers, moved)) as views:
+                    _write(target, file.name, file.size, views)
     tensors = sum(len(file.tensors) for file in files)
-    if len(names) > tensors:
-        logger.info("%s: %d entries that are no tensors were left out", url, len(names) - tensors)
     return ExportResult(tuple(file.name for file in files), tensors, size, len(names) - tensors)
 
 
@@ -168,12 +159,11 @@ def parse_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
 
 def parse_shard_size(size: int | str) -> int:
     try:
-        most = parse_size(size)
+        if most := parse_size(size):
+            return most
+        raise ValueError("expected at least 1 byte")
     except ValueError as error:
         raise WeightsError(f"max_shard_size = {size!r}: {error}") from None
-    if most < 1:
-        raise WeightsError(f"max_shard_size = {size!r}: expected at least 1 byte")
-    return most
 
 
 # --- plan ------------------------------------------------------------------------------------------
@@ -185,6 +175,10 @@ class _Tensor(NamedTuple):
     fqn: str
     dtype: torch.dtype
     """In the checkpoint."""
+
+
+_Batch = Sequence[tuple[_Tensor, Box, int]]
+"""Parts of tensors, each with the byte of a buffer at which it begins."""
 
 
 @dataclass(frozen=True)
@@ -203,7 +197,7 @@ def _plan(
     checkpoint: OpenCheckpoint, names: Iterable[str], rules: Mapping[str, str], dtype: torch.dtype | None, most: int
 ) -> list[_File]:
     """The files of the tensors among these entries, the index last."""
-    url = str(checkpoint.url)
+    url, files = str(checkpoint.url), list[_File]()
     saved = {name: found for name in names if isinstance(found := checkpoint.find(name), TensorStorageMetadata)}
     if not saved:
         raise WeightsError(f"{url} has no tensor to export among these entries", url=url)
@@ -214,10 +208,8 @@ def _plan(
             written = dtype if dtype is not None and kept.is_floating_point else kept
             tensors[new] = _Tensor(TensorEntry(new, written, tuple(saved[fqn].size)), fqn, kept)
         shards = plan_shards([each.entry for each in tensors.values()], most)
-        files = [
-            _File(shard.name, make_header(shard.tensors), [tensors[each.name] for each in shard.tensors])
-            for shard in shards
-        ]
+        for shard in shards:
+            files.append(_File(shard.name, make_header(shard.tensors), [tensors[each.name] for each in shard.tensors]))
         return files if len(files) == 1 else [*files, _File(INDEX, make_index(shards))]
     except (SafetensorsError, ValueError) as error:
         raise WeightsError(
@@ -235,15 +227,13 @@ def _contents(
     """The bytes of a file. Tensors are read in batches, each while the caller is busy with the one before; the memory
     of a run of bytes is valid until the next."""
 
-    def read(planned: tuple[list[tuple[_Tensor, Box]], torch.Tensor]) -> list[tuple[_Tensor, torch.Tensor]]:
-        targets, start = [], 0
-        for tensor, box in planned[0]:
-            size = box.numel * tensor.dtype.itemsize
-            memory = planned[1][start : start + size].view(tensor.dtype).view(box.lengths)
-            targets.append(Target(tensor.fqn, box.offsets, memory))
-            start += _aligned(size)
+    def read(planned: tuple[_Batch, torch.Tensor]) -> list[tuple[_Tensor, torch.Tensor]]:
+        targets = []
+        for tensor, box, start in planned[0]:
+            flat = planned[1][start : start + box.numel * tensor.dtype.itemsize]
+            targets.append(Target(tensor.fqn, box.offsets, flat.view(tensor.dtype).view(box.lengths)))
         fill(targets, ())
-        return [(tensor, target.tensor) for (tensor, _), target in zip(planned[0], targets, strict=True)]
+        return [(part[0], target.tensor) for part, target in zip(planned[0], targets, strict=True)]
 
     yield file.head
     moved(len(file.head))
@@ -258,24 +248,19 @@ def _contents(
                 moved(len(view))
 
 
-def _batches(tensors: Iterable[_Tensor]) -> Iterator[list[tuple[_Tensor, Box]]]:
-    """Pieces of tensors, together at most a buffer full."""
-    batch: list[tuple[_Tensor, Box]] = []
+def _batches(tensors: Iterable[_Tensor]) -> Iterator[_Batch]:
+    batch: list[tuple[_Tensor, Box, int]] = []
     used = 0
     for tensor in tensors:
         for box in cut(tensor.entry.shape, _PIECE // tensor.dtype.itemsize):
-            room = _aligned(box.numel * tensor.dtype.itemsize)
+            room = -(-box.numel * tensor.dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
             if used + room > BATCH or len(batch) == _PIECES:
                 yield batch
                 batch, used = [], 0
-            batch.append((tensor, box))
+            batch.append((tensor, box, used))
             used += room
     if batch:
         yield batch
-
-
-def _aligned(size: int) -> int:
-    return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
 # --- write -----------------------------------------------------------------------------------------

@@ -34,22 +34,22 @@ def closest(name: str, names: Sequence[str]) -> str:
 
 
 def new_names(names: Iterable[str], rules: Mapping[str, str]) -> dict[str, str]:
-    """New names by old ones: each rule replaces its matches, in their order, as by `re.sub`. ValueError if a
-    rule is no regular expression or matches nothing, or two entries would have one name."""
+    """New names by old ones: each rule replaces its matches, in their order, as by `re.sub`. WeightsError if a rule is
+    no regular expression or matches nothing, or two entries would have one name."""
     found = {name: name for name in names}
     for pattern, new in rules.items():
         try:
             renamed = {old: re.sub(pattern, new, name) for old, name in found.items()}
             is_used = any(re.search(pattern, name) for name in found.values())
         except (re.error, IndexError) as error:
-            raise ValueError(f"{pattern}={new} cannot rename: {error}") from None
+            raise errors.WeightsError(f"{pattern}={new} cannot rename: {error}") from None
         if not is_used:
-            raise ValueError(f"{pattern!r} matches no name{closest(pattern, list(found.values()))}")
+            raise errors.WeightsError(f"{pattern!r} matches no name{closest(pattern, list(found.values()))}")
         found = renamed
     owners: dict[str, str] = {}
     for old, name in found.items():
         if name in owners:
-            raise ValueError(f"{owners[name]!r} and {old!r} would both be called {name!r}")
+            raise errors.WeightsError(f"{owners[name]!r} and {old!r} would both be called {name!r}")
         owners[name] = old
     return found
 

@@ -1,4 +1,4 @@
-"""A place with files: an S3 prefix or a directory."""
+"""A place with files (an S3 prefix or a directory), and work on several things at once, in order."""
 
 from __future__ import annotations
 
@@ -9,11 +9,9 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass
 from itertools import islice
-from pathlib import Path
 from typing import TypeAlias, TypeVar
 
 from dcp_s3.limit import UNLIMITED
-from dcp_s3.memory import Piece
 from dcp_s3.s3.store import store_of
 from dcp_s3.settings import Settings
 from dcp_s3.store import ListedObject, Store
@@ -28,26 +26,21 @@ OnTotal: TypeAlias = Callable[[int], None]
 OnProgress: TypeAlias = Callable[[int], None]
 """Called from several threads with the number of bytes moved since the last call."""
 
-BLOCK = 8 * 2**20
-"""Bytes of a file that are read at a time."""
-
 
 @dataclass(frozen=True)
 class Place:
     name: str
-    """Its URL or path, for messages."""
+    """Its URL or path."""
     store: Store
     url: CheckpointURL | None = None
     """None of a directory."""
-    directory: Path | None = None
-    """None of an S3 prefix."""
 
     @classmethod
     def of(cls, where: str | os.PathLike[str], settings: Settings) -> Place:
         if is_s3_url(where):
             url = parse_url(where)
             return cls(str(url), store_of(url, settings, UNLIMITED.shared(settings.stall_timeout)), url)
-        return cls(os.fspath(where), DirectoryStore(where), directory=Path(where))
+        return cls(os.fspath(where), DirectoryStore(where))
 
     def key(self, path: str) -> str:
         return path if self.url is None else self.url.key(path)
@@ -95,21 +88,3 @@ def ahead(
             workers.close()
 
     return contextlib.closing(results())
-
-
-def read_ahead(
-    store: Store, key: str, size: int, *, width: int, moved: OnProgress
-) -> contextlib.closing[Generator[Piece, None, None]]:
-    """The bytes of one version of an object from the first to the last; see `ahead`."""
-
-    import numpy as np  # here: a copy on S3 needs none
-
-    etag = store.head(key).etag or None
-
-    def read(start: int) -> Piece:
-        block = np.empty(min(BLOCK, size - start), np.uint8).data  # not zeros
-        store.read(key, start, block, etag, moved=moved)
-        return Piece.of(block)
-
-    starts = range(0, size, BLOCK)
-    return ahead(read, starts, min(width, len(starts)))

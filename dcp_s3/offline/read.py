@@ -1,4 +1,4 @@
-"""Reads a checkpoint without a process group: `read_tensor`, `read_tensors`, and what an export needs."""
+"""Reads a checkpoint without a process group."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadIte
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from dcp_s3 import errors
-from dcp_s3.checkpoint.lease import ReaderLease
 from dcp_s3.format.saved_entries import find_flaw
 from dcp_s3.load.fetch import Fetcher
 from dcp_s3.load.items import allocate
@@ -30,8 +29,6 @@ from dcp_s3.settings import Settings, SettingsLike, resolve_settings
 from dcp_s3.spill.local import with_copies
 from dcp_s3.torch_private import ReaderTransforms
 from dcp_s3.url import CheckpointURL, parse_url
-
-_SMALL_BUFFERS = 32 * 2**20
 
 Part = SupportsIndex | slice | EllipsisType
 Index = Part | tuple[Part, ...] | None
@@ -47,8 +44,7 @@ def read_tensor(
 ) -> torch.Tensor:
     """Read one tensor of a committed checkpoint, or a part of it, into host memory.
 
-    Needs no process group, and calls no collective if there is one. Fetches the metadata, and the same bytes of the
-    saved chunks that a load of this part would.
+    Needs no process group, and calls no collective if there is one. Fetches what a load of this part would.
 
     >>> read_tensor("s3://bucket/run/step-00002000", "weight", (slice(0, 2),))
     tensor([[0., 1.],
@@ -66,9 +62,7 @@ def read_tensor(
         CheckpointNotFoundError, CorruptCheckpointError
         InvalidURLError, SettingsError, StorageError, DeadlineExceededError
     """
-    checkpoint = OpenCheckpoint(url, settings)
-    selection = checkpoint.select(fqn, slice)
-    return checkpoint.read({fqn: selection})[fqn].reshape(selection.shape)  # type: ignore[no-any-return]
+    return read_tensors(url, {fqn: ... if slice is None else slice}, settings=settings)[fqn]  # type: ignore[no-any-return]
 
 
 def read_tensors(
@@ -80,8 +74,7 @@ def read_tensors(
 ) -> dict[str, Any]:
     """Read entries of a committed checkpoint: tensors into host memory, and objects.
 
-    Works like `read_tensor`, but fetches all entries together and the metadata once. So a server reads its slice of a
-    training checkpoint, without a process group.
+    Works like `read_tensor`, but fetches all entries together and the metadata once.
 
     >>> read_tensors("s3://bucket/run/step-00002000")["step"]
     2000
@@ -92,8 +85,7 @@ def read_tensors(
         fqns: names, or patterns such as ``model.*`` (``*`` any text, ``?`` any character, ``[ab]`` one of them); None:
             everything. An entry with exactly that name takes precedence over a pattern. Or the part of each tensor to
             read, by names: see `read_tensor`.
-        weights_only: whether to unpickle only objects that cannot run code, as `S3StorageReader` does.
-            False: whoever can write to the bucket can run code here.
+        weights_only: False unpickles any object: whoever can write to the bucket can run code here.
 
     Returns:
         Entries by name, in the order of ``fqns``; the matches of a pattern in the order of the checkpoint.
@@ -104,37 +96,42 @@ def read_tensors(
         CheckpointNotFoundError, CorruptCheckpointError
         InvalidURLError, SettingsError, StorageError, DeadlineExceededError
     """
-    checkpoint = OpenCheckpoint(url, settings)
-    if not isinstance(fqns, Mapping):
-        return checkpoint.read(dict.fromkeys(checkpoint.match(fqns)), weights_only=weights_only)
-    parts = {fqn: None if index is None else checkpoint.select(fqn, index) for fqn, index in fqns.items()}
-    found = checkpoint.read(parts, weights_only=weights_only)
-    return {fqn: found[fqn].reshape(part.shape) if part else found[fqn] for fqn, part in parts.items()}
+    checkpoint = OpenCheckpoint(parse_url(url), resolve_settings(settings))
+    parts = fqns if isinstance(fqns, Mapping) else dict.fromkeys(checkpoint.match(fqns))
+    targets, objects, shapes = [], [], {}
+    for fqn, index in parts.items():
+        saved = checkpoint.find(fqn)
+        if isinstance(saved, TensorStorageMetadata):
+            try:
+                box, shapes[fqn] = _select(index, saved.size)
+            except IndexError as error:
+                what = f"cannot be read at {index!r} of {fqn!r}, of shape {tuple(saved.size)}: {error}"
+                raise checkpoint.not_found(fqn, what) from None
+            memory = allocate(box.lengths, saved.properties.dtype, fqn, str(checkpoint.url))
+            targets.append(Target(fqn, box.offsets, memory))
+        elif index is None:
+            objects.append(fqn)
+        else:
+            remedy = f"Remedy: read_tensors(url, [{fqn!r}]) reads objects, too"
+            raise checkpoint.not_found(fqn, f"has no tensor {fqn!r}, but an object. {remedy}")
+    with checkpoint.reading(weights_only=weights_only) as fill:
+        found = fill(targets, objects) | {each.fqn: each.tensor.reshape(shapes[each.fqn]) for each in targets}
+    return {fqn: found[fqn] for fqn in parts}
 
 
 # --- boxes -------------------------------------------------------------------------------------------
 
 
-class Selection(NamedTuple):
-    """The box that an index selects, and the shape of the result."""
-
-    offsets: tuple[int, ...]
-    lengths: tuple[int, ...]
-    shape: tuple[int, ...]
-    """``lengths`` without the dimensions that are indexed by a number."""
-
-
-def select(index: object, sizes: Sequence[int]) -> Selection:
-    """The box that ``index`` selects of a tensor of ``sizes``, or IndexError. Negative numbers count from the end;
-    slices are cut off at the ends of the tensor, numbers must lie in it."""
+def _select(index: object, sizes: Sequence[int]) -> tuple[Box, tuple[int, ...]]:
+    """The box that ``index`` selects of a tensor of ``sizes``, and the shape of the result, without the dimensions that
+    are indexed by a number; or IndexError. Negative numbers count from the end; slices are cut off at the ends of the
+    tensor, numbers must lie in it."""
     parts: list[Any] = [] if index is None else list(index) if isinstance(index, tuple) else [index]
-    gap = next((number for number, part in enumerate(parts) if part is Ellipsis), None)
-    if gap is None:
-        gap = len(parts)
-        parts.append(Ellipsis)
-    if len(parts) - 1 > len(sizes):
-        raise IndexError(f"it has {len(parts) - 1} parts, the tensor {len(sizes)} dimensions")
-    parts[gap : gap + 1] = [slice(None)] * (len(sizes) - len(parts) + 1)
+    gap = next((number for number, part in enumerate(parts) if part is Ellipsis), len(parts))
+    given = len(parts) - (gap < len(parts))
+    if given > len(sizes):
+        raise IndexError(f"it has {given} parts, the tensor {len(sizes)} dimensions")
+    parts[gap : gap + 1] = [slice(None)] * (len(sizes) - given)
     offsets, lengths, shape = [], [], []
     for dim, (part, size) in enumerate(zip(parts, sizes, strict=True)):
         try:
@@ -147,7 +144,7 @@ def select(index: object, sizes: Sequence[int]) -> Selection:
             shape.append(len(found))
         offsets.append(found.start if isinstance(found, range) else found)
         lengths.append(len(found) if isinstance(found, range) else 1)
-    return Selection(tuple(offsets), tuple(lengths), tuple(shape))
+    return Box(tuple(offsets), tuple(lengths)), tuple(shape)
 
 
 def cut(shape: Sequence[int], most: int) -> Iterator[Box]:
@@ -186,38 +183,21 @@ Fill = Callable[[Sequence[Target], Sequence[str]], dict[str, Any]]
 """Fills targets, and reads objects by names, which it returns."""
 
 
-@contextlib.contextmanager
-def reading_under_lease(url: CheckpointURL, settings: Settings) -> Iterator[tuple[OpenCheckpoint, Fill]]:
-    """Reads that may take long, of a checkpoint that no prune deletes meanwhile."""
-    lease = ReaderLease(store_of(url, settings), url, settings.reader_lease)
-    lease.take()
-    with lease.renewed():
-        checkpoint = OpenCheckpoint(url, settings)
-        lease.check_not_deleted(None)
-        with checkpoint.reading(buffers=_SMALL_BUFFERS) as fill:
-            yield checkpoint, fill
-
-
 class OpenCheckpoint:
     """A checkpoint whose metadata has been read."""
 
-    def __init__(self, url: str | os.PathLike[str] | CheckpointURL, settings: SettingsLike) -> None:
-        self.url = url if isinstance(url, CheckpointURL) else parse_url(url)
-        self.settings = resolve_settings(settings)
-        self.store = store_of(self.url, self.settings)
-        self.metadata = open_metadata(self.store, self.url)
+    def __init__(self, url: CheckpointURL, settings: Settings) -> None:
+        self.url, self.settings = url, settings
+        self.store = store_of(url, settings)
+        self.metadata = open_metadata(self.store, url)
         if not isinstance(self.metadata.storage_data, dict):
-            raise errors.CorruptCheckpointError(
-                f"the metadata of {self.url} does not say where its items lie", url=str(self.url)
-            )
+            raise errors.CorruptCheckpointError(f"the metadata of {url} does not say where its items lie", url=str(url))
 
     def match(self, fqns: str | Iterable[str] | None) -> list[str]:
         """The names that names and patterns stand for, each once, or EntryNotFoundError. None: all of them."""
         names = self.metadata.state_dict_metadata
-        if fqns is None:
-            return list(names)
-        found: dict[str, None] = {}
-        for fqn in [fqns] if isinstance(fqns, str) else fqns:
+        found: dict[str, None] = {} if fqns is not None else dict.fromkeys(names)
+        for fqn in [fqns] if isinstance(fqns, str) else fqns or ():
             matching = [fqn] if fqn in names else [name for name in names if matches(name, [fqn])]
             if not matching:
                 self.find(fqn)  # which raises
@@ -228,38 +208,11 @@ class OpenCheckpoint:
         saved = self.metadata.state_dict_metadata.get(fqn)
         if saved is None:
             near = closest(fqn, list(self.metadata.state_dict_metadata))
-            raise self._not_found(fqn, f"has no entry {fqn!r}{near}")
+            raise self.not_found(fqn, f"has no entry {fqn!r}{near}")
         return saved
 
-    def select(self, fqn: str, index: Index) -> Selection:
-        """The part of a tensor at an index, or EntryNotFoundError."""
-        saved = self.find(fqn)
-        if not isinstance(saved, TensorStorageMetadata):
-            remedy = f"Remedy: read_tensors(url, [{fqn!r}]) reads objects, too"
-            raise self._not_found(fqn, f"has no tensor {fqn!r}, but an object. {remedy}")
-        try:
-            return select(index, saved.size)
-        except IndexError as error:
-            what = f"cannot be read at {index!r} of {fqn!r}, of shape {tuple(saved.size)}: {error}"
-            raise self._not_found(fqn, what) from None
-
-    def _not_found(self, fqn: str, what: str) -> errors.EntryNotFoundError:
+    def not_found(self, fqn: str, what: str) -> errors.EntryNotFoundError:
         return errors.EntryNotFoundError(f"{self.url} {what}", url=str(self.url), fqn=fqn)
-
-    def read(self, wanted: dict[str, Selection | None], *, weights_only: bool = True) -> dict[str, Any]:
-        """Read entries; of a tensor the selected box, or all of it."""
-        targets, objects = [], []
-        for fqn, selection in wanted.items():
-            saved = self.find(fqn)
-            if isinstance(saved, TensorStorageMetadata):
-                box = selection or select(None, saved.size)
-                tensor = allocate(box.lengths, saved.properties.dtype, fqn, str(self.url))
-                targets.append(Target(fqn, box.offsets, tensor))
-            else:
-                objects.append(fqn)
-        with self.reading(weights_only=weights_only) as fill:
-            found = fill(targets, objects) | {target.fqn: target.tensor for target in targets}
-        return {fqn: found[fqn] for fqn in wanted}
 
     @contextlib.contextmanager
     def reading(self, *, weights_only: bool = True, buffers: int | None = None) -> Iterator[Fill]:

@@ -4,37 +4,27 @@ from __future__ import annotations
 
 import os
 import queue
+import re
 import threading
-from collections.abc import Sequence
+from bisect import bisect_left, bisect_right
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from dcp_s3 import errors
-from dcp_s3.checkpoint.commit_state import (
-    check_metadata,
-    fetch_metadata,
-    find_crc_mismatch,
-    not_found_error,
-)
+from dcp_s3.checkpoint.commit_state import check_metadata, fetch_metadata, find_crc_mismatch, not_found_error
 from dcp_s3.checkpoint.directory import Directory, list_directory
+from dcp_s3.format.blocks import get_crc, get_raw_offset
 from dcp_s3.format.control_files import Manifest, ObjectEntry
 from dcp_s3.format.layout import SAVE_ID_KEY, manifest_object, metadata_object
+from dcp_s3.format.saved_entries import find_chunk, find_flaws
 from dcp_s3.limit import UNLIMITED
 from dcp_s3.load.weights import SUFFIX
-from dcp_s3.memory import ReadTarget
+from dcp_s3.memory import ReadTarget, combine_crc64nvme, crc64nvme_between, crc_hex
 from dcp_s3.offline.place import OnProgress, OnTotal, ahead
-from dcp_s3.offline.verify_plan import (
-    Problem,
-    StoredData,
-    StoredItem,
-    check_manifest,
-    cut_range,
-    find_items,
-    find_mismatches,
-    place_items,
-)
 from dcp_s3.s3.store import S3Store, store_of
 from dcp_s3.settings import SettingsLike, resolve_settings
 from dcp_s3.store import same_etag
@@ -44,7 +34,27 @@ from dcp_s3.url import CheckpointURL, parse_url
 BLOCK = 2**20
 """Bytes that a connection receives into, again and again; added to a checksum while still in the CPU's cache."""
 
-_ROUNDS = 3
+
+@dataclass(frozen=True)
+class Problem:
+    """Something about a checkpoint that is not as it was saved.
+
+    >>> for problem in verify("s3://bucket/run/step-00002000").problems:
+    ...     print(problem)
+    """
+
+    path: str
+    """Path of the object, relative to the checkpoint."""
+    fqn: str | None
+    """Fully qualified name of the affected entry; None for the object as a whole."""
+    what: str
+    """What is wrong."""
+
+    def __repr__(self) -> str:
+        return one_line("Problem", repr(self.path), self.what, fqn=self.fqn)
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self.what}" if self.fqn is None else f"{self.path}: {self.fqn!r} {self.what}"
 
 
 @dataclass(frozen=True)
@@ -100,9 +110,9 @@ def verify(
     """Check whether a committed checkpoint is still what was saved.
 
     The metadata must load and match its checksum, and the manifest must agree with it. Every object that they name must
-    exist, with the recorded size and room for its items. ``full`` also reads the data: it compares the CRC-64 of every
-    object and every item. What does not match is read once more before it is reported. Objects without any checksum (of
-    other writers, or saved with ``DCP_S3_CHECKSUM=none``) are counted and not read: load them to know.
+    exist, with the recorded size and room for its items. ``full`` also compares the CRC-64 of every object and every
+    item. What does not match is read once more before it is reported. Objects without any checksum (of other writers,
+    or saved with ``DCP_S3_CHECKSUM=none``) are counted and not read: load them to know.
 
     Memory: a block of 1 MiB per connection (``DCP_S3_CONCURRENCY``).
 
@@ -110,82 +120,73 @@ def verify(
     True
 
     Args:
-        on_total: called with the bytes of data to be read; with ``full`` only. Called again if the checkpoint
-            was replaced meanwhile, and is verified again.
+        on_total: called with the bytes of data to be read; with ``full`` only, and again if it was replaced meanwhile.
 
     Raises:
         CheckpointNotFoundError: no committed checkpoint is there.
         InvalidURLError, SettingsError
         StorageError: there is no verdict: missing bucket, credentials, permissions, network.
-        CheckpointError: the checkpoint was replaced again and again while it was verified.
     """
     parsed = parse_url(url)
     resolved = resolve_settings(settings)
     store = store_of(parsed, resolved, UNLIMITED.shared(resolved.stall_timeout))
-    for _ in range(_ROUNDS):
+    while True:
         directory = list_directory(store, parsed)
         if not directory.commits and any(path.endswith(SUFFIX) for path in directory.objects):
-            raise not_found_error(parsed, why=": safetensors weights lie there, see `dcp-s3 show`")
+            raise not_found_error(parsed, why=": safetensors weights lie there")
         commits = [_read_commit(store, parsed, directory, rank) for rank in directory.committing or [None]]
         report = _check(store, parsed, directory, commits, full, on_total, on_progress or (lambda _: None))
-        if report.ok or _is_current(store, parsed, directory, commits):
+        if report.ok:
             return report
-    raise errors.CheckpointError(
-        f"{parsed} was replaced {_ROUNDS} times while it was verified. Remedy: verify it when nobody saves to it",
-        url=str(parsed),
-    )
+        # Is it still the one that was looked at? An overwrite deletes the old one's objects: then verify the new one.
+        now = [(each, fetch_metadata(store, parsed, each.rank).etag) for each in commits]
+        if all(
+            (listed := directory.commits.get(each.rank)) and same_etag(listed.etag, etag) and same_etag(each.etag, etag)
+            for each, etag in now
+        ):
+            return report
 
 
 @dataclass
 class _Commit:
-    """One ``.metadata``, with its manifest."""
+    """What one ``.metadata`` and its manifest say."""
 
     rank: int | None
     """Rank that saved it; None with collectives."""
     etag: str
     bytes_read: int
     """Bytes of both."""
-    metadata: Metadata | None = None
-    """None if it is damaged."""
-    manifest_path: str = ""
+    items: list[_Item] = field(default_factory=list)
     manifest: Manifest | None = None
     """None if it is missing or damaged."""
     problems: list[Problem] = field(default_factory=list)
 
 
 def _read_commit(store: S3Store, url: CheckpointURL, directory: Directory, rank: int | None) -> _Commit:
-    stored, path = fetch_metadata(store, url, rank), metadata_object(rank)
+    stored, path, metadata = fetch_metadata(store, url, rank), metadata_object(rank), None
     commit = _Commit(rank, stored.etag, len(stored.data))
     try:
-        commit.metadata = check_metadata(stored, url, rank)
+        metadata = check_metadata(stored, url, rank)
+        commit.items, commit.problems = _find_items(metadata, path, of_rank=rank is not None)
     except (errors.CorruptCheckpointError, errors.UnsafeMetadataError) as error:
         commit.problems.append(Problem(path, None, str(error)))
     named = stored.metadata.get(SAVE_ID_KEY)
-    save_id = named or str(getattr(getattr(commit.metadata, "storage_meta", None), "save_id", None))
-    commit.manifest_path = manifest_object(save_id, rank)
-    if commit.manifest_path not in directory.objects:
+    path = manifest_object(named or str(getattr(getattr(metadata, "storage_meta", None), "save_id", None)), rank)
+    if path not in directory.objects:
         if named:
-            commit.problems.append(Problem(commit.manifest_path, None, f"is missing; {path} names it"))
+            commit.problems.append(Problem(path, None, f"is missing; {metadata_object(rank)} names it"))
         return commit
     try:
-        found = store.get(url.key(commit.manifest_path))
+        found = store.get(url.key(path))
         commit.bytes_read += len(found.data)
         mismatch = find_crc_mismatch(found)
         if mismatch is not None:
             raise ValueError(mismatch)
         commit.manifest = Manifest.from_json(found.data)
+        commit.problems += [Problem(path, None, what) for what in _contradictions(commit.manifest, path, metadata)]
     except (errors.ObjectNotFoundError, ValueError) as error:
-        commit.problems.append(Problem(commit.manifest_path, None, f"is damaged: {error}"))
+        commit.problems.append(Problem(path, None, f"is damaged: {error}"))
     return commit
-
-
-def _is_current(store: S3Store, url: CheckpointURL, directory: Directory, commits: Sequence[_Commit]) -> bool:
-    """Whether the checkpoint is still the one that was looked at: an overwrite deletes the old one's objects."""
-    for commit in commits:
-        listed, now = directory.commits.get(commit.rank), fetch_metadata(store, url, commit.rank)
-        if listed is None or not (same_etag(listed.etag, now.etag) and same_etag(commit.etag, now.etag)):
-            return False
-    return True
 
 
 def _check(
@@ -205,25 +206,16 @@ def _check(
             if commit.manifest is not None and commit.manifest.world_size != size:
                 wrong[commit.rank or 0] = "is of a save by another number of ranks than the last one"
         problems = [Problem(metadata_object(rank), None, what) for rank, what in sorted(wrong.items())]
-    items: list[StoredItem] = []
-    entries: list[ObjectEntry] = []
-    for commit in commits:
-        problems += commit.problems
-        if commit.metadata is not None:
-            found, flaws = find_items(commit.metadata, metadata_object(commit.rank), of_rank=commit.rank is not None)
-            items += found
-            problems += flaws
-        if commit.manifest is not None:
-            problems += check_manifest(commit.manifest, commit.manifest_path, commit.metadata)
-            entries += commit.manifest.objects
-    objects, flaws = place_items(items, entries, directory.sizes)
+    problems += [problem for commit in commits for problem in commit.problems]
+    items = [item for commit in commits for item in commit.items]
+    entries = [entry for commit in commits if commit.manifest is not None for entry in commit.manifest.objects]
+    objects, flaws = _place(items, entries, directory.sizes)
     problems += flaws
     bytes_read = sum(commit.bytes_read for commit in commits)
     if full:
-        checked = [each for each in objects if each.is_checked]
         if on_total is not None:
-            on_total(sum(each.size for each in checked))
-        flaws, count = _check_bytes(store, url, checked, on_progress)
+            on_total(sum(each.size for each in objects))
+        flaws, count = _check_bytes(store, url, objects, on_progress)
         problems += flaws
         bytes_read += count
     paths = {item.path for item in items} | {entry.path for entry in entries}
@@ -240,65 +232,197 @@ def _check(
     )
 
 
+# --- what the bytes must be, by metadata, manifest and listing ------------------------------------------
+
+
+class _Item(NamedTuple):
+    fqn: str
+    path: str
+    start: int
+    """First byte of the item in the object."""
+    length: int
+    crc: int | None
+    """Recorded CRC-64/NVME of the item's checked bytes, None without."""
+    first: int
+    """First byte, in the object, that ``crc`` covers."""
+    stop: int
+    """Byte after the last one that it covers."""
+
+
+def _find_items(metadata: Metadata, path: str, *, of_rank: bool) -> tuple[list[_Item], list[Problem]]:
+    """The items that metadata (at ``path``) places in objects, and where it contradicts itself. That of one rank
+    describes only a part of each tensor."""
+    if metadata.storage_data is None:
+        return [], [Problem(path, None, "does not say where its items lie")]
+    items, problems = [], []
+    for index, info in metadata.storage_data.items():
+        saved, start, length = metadata.state_dict_metadata.get(index.fqn), 0, info.length
+        if isinstance(saved, TensorStorageMetadata):
+            chunk, raw_offset = find_chunk(saved, index), get_raw_offset(info)
+            if chunk is None:
+                length = info.length + 1  # which does not fit
+            elif raw_offset is not None:
+                start, length = raw_offset, chunk.sizes.numel() * saved.properties.dtype.itemsize
+        if start + length > info.length:
+            what = f"has no chunk at {tuple(index.offset or ())} that fits into the {info.length} bytes stored there"
+            problems.append(Problem(path, index.fqn, what))
+            continue
+        first = info.offset + start
+        covered = get_crc(info), first, first + length
+        items.append(_Item(index.fqn, info.relative_path, info.offset, info.length, *covered))
+    flaws = find_flaws(metadata, filled=not of_rank)
+    return items, problems + [Problem(path, fqn, flaw) for fqn, flaw in flaws]
+
+
+def _contradictions(manifest: Manifest, path: str, metadata: Metadata | None) -> list[str]:
+    """Where a manifest (at ``path``) contradicts its name, itself or its metadata, which is None if it cannot be
+    loaded."""
+    found, entries = [], Counter(entry.path for entry in manifest.objects)
+    if manifest_object(manifest.save_id, manifest.rank) != path:
+        found.append(f"is of the save {manifest.save_id!r} and the rank {manifest.rank}")
+    found += [f"names {each} twice" for each, count in entries.items() if count > 1]
+    for entry in manifest.objects:
+        if entry.crc64nvme is not None and not re.fullmatch("[0-9a-f]{16}", str(entry.crc64nvme)):
+            found.append(f"has no possible checksum of {entry.path}: {entry.crc64nvme!r}")
+    if metadata is not None:
+        stored = metadata.storage_data or {}
+        if manifest.items != len(stored):
+            found.append(f"counts {manifest.items} items, the metadata {len(stored)}")
+        missing = sorted({info.relative_path for info in stored.values()} - entries.keys())
+        found += [f"does not name {name}, in which items lie" for name in missing]
+    return found
+
+
+def _place(
+    items: Iterable[_Item], entries: Iterable[ObjectEntry], sizes: Mapping[str, int]
+) -> tuple[list[_Reading], list[Problem]]:
+    """Place items in the objects that exist, whose sizes are given by path: those that have a checksum, and what is
+    wrong: objects that are missing, of another size, or too short for their items."""
+    by_path: dict[str, list[_Item]] = {}
+    for item in items:
+        by_path.setdefault(item.path, []).append(item)
+    recorded = {entry.path: entry for entry in entries}
+    found: list[_Reading] = []
+    problems: list[Problem] = []
+    for path in sorted(by_path.keys() | recorded.keys()):
+        size, entry, checked = sizes.get(path), recorded.get(path), []
+        if size is None:
+            problems.append(Problem(path, None, "is missing"))
+            continue
+        if entry is not None and entry.size != size:
+            problems.append(Problem(path, None, f"has {size} bytes, recorded were {entry.size}"))
+        for item in by_path.get(path, ()):
+            if (stop := item.start + item.length) > size:
+                where = f"lies at bytes {item.start} to {stop - 1}, but its object ends at {size}"
+                problems.append(Problem(path, item.fqn, where))
+            elif item.crc is not None:
+                checked.append(item)
+        crc = entry.crc64nvme if entry is not None and entry.size == size else None
+        if crc is not None or any(item.stop > item.first for item in checked):
+            found.append(_Reading(path, size, crc, checked))
+    return found, problems
+
+
+# --- the bytes -----------------------------------------------------------------------------------------
+
+
 @dataclass
 class _Reading:
-    """One reading of an object."""
+    """One reading of an object of which some bytes have a checksum."""
 
-    data: StoredData
+    path: str
+    size: int
+    crc: str | None
+    """Recorded CRC-64/NVME of the whole object (16 hex digits); None if not recorded, or if the object has another size
+    and so cannot match."""
+    items: Sequence[_Item]
+    """The items that have a checksum."""
     segments: list[tuple[int, int, int]] = field(default_factory=list)
-    """Start, length and CRC-64/NVME of what has arrived."""
+    """Start, length and CRC-64/NVME of what has arrived, in any order."""
     failure: str | None = None
     """Why it could not be read."""
 
+    def __post_init__(self) -> None:
+        self._cuts = sorted({0, self.size, *(end for item in self.items for end in (item.first, item.stop))})
+
+    def cut(self, start: int, stop: int) -> list[int]:
+        """Lengths of a range's segments: it is cut at both ends of every item's checked bytes, and after `BLOCK`."""
+        lengths = []
+        for end in [*self._cuts[bisect_right(self._cuts, start) : bisect_left(self._cuts, stop)], stop]:
+            lengths += [min(BLOCK, end - at) for at in range(start, end, BLOCK)]
+            start = end
+        return lengths
+
     def find_problems(self) -> list[Problem]:
+        """What the checksums say of what was read: of items; of the whole object only where no item is wrong."""
         if self.failure is not None:
-            return [Problem(self.data.path, None, self.failure)]
-        return find_mismatches(self.data, self.segments)
+            return [Problem(self.path, None, self.failure)]
+        crc, before = 0, {0: 0}  # CRC of all bytes before a segment
+        for start, length, found in sorted(self.segments):
+            crc = before[start + length] = combine_crc64nvme([(crc, start), (found, length)])
+        is_whole = self.crc in (None, crc_hex(crc))
+        problems = []
+        for item in self.items:
+            found = crc64nvme_between(before[item.first], before[item.stop], item.stop - item.first)
+            if found != item.crc:
+                what = f"has CRC-64/NVME {crc_hex(found)}, recorded was {crc_hex(item.crc or 0)}"
+                if item.stop > item.first:
+                    what += f" (bytes {item.first} to {item.stop - 1})"
+                if self.crc is not None and is_whole:
+                    what += "; the object as a whole is as recorded, so that the metadata is wrong"
+                problems.append(Problem(self.path, item.fqn, what))
+        if not is_whole and not problems:
+            what = f"has CRC-64/NVME {crc_hex(crc)}, recorded was {self.crc}"
+            problems.append(Problem(self.path, None, f"{what}; its items match, what is around them does not"))
+        return problems
 
 
 def _check_bytes(
-    store: S3Store, url: CheckpointURL, objects: Sequence[StoredData], on_progress: OnProgress
+    store: S3Store, url: CheckpointURL, objects: Sequence[_Reading], on_progress: OnProgress
 ) -> tuple[list[Problem], int]:
     """Read every byte of data objects, in parallel, through one block for each connection, and compare their checksums.
     What does not match is read once more. Returns the problems by object, and how many bytes were read. Progress does
     not count those that are read again."""
+    if not objects:
+        return [], 0
     cancel = threading.Event()
     store = store.within(replace(store.limit, cancel=cancel))
     width, step = store.read_width(), store.settings.max_part_size
     blocks: queue.SimpleQueue[memoryview] = queue.SimpleQueue()
-    for _ in range(width if objects else 0):
+    for _ in range(width):
         blocks.put(memoryview(bytearray(BLOCK)))
 
     def read(request: tuple[_Reading, int]) -> int:
         reading, start = request
-        length = min(step, reading.data.size - start)
+        stop = min(start + step, reading.size)
         if reading.failure:
             return 0
         block = blocks.get()
         try:
-            sizes = cut_range(reading.data, start, length, BLOCK)
-            targets = [ReadTarget(block[:size], checksum=True) for size in sizes]
-            store.read(url.key(reading.data.path), start, targets)
+            targets = [ReadTarget(block[:size], checksum=True) for size in reading.cut(start, stop)]
+            store.read(url.key(reading.path), start, targets)
         except (errors.ObjectNotFoundError, errors.PreconditionFailedError, errors.OutOfRangeError) as error:
             reading.failure = f"was deleted, replaced or cut off while it was read: {error}"
             return 0
         finally:
             blocks.put(block)
+        moved = stop - start
         for target in targets:
             reading.segments.append((start, target.view.nbytes, target.crc or 0))
             start += target.view.nbytes
-        return length
+        return moved
 
-    bytes_read = 0
-    problems: dict[str, list[Problem]] = {}
+    bytes_read, problems = 0, list[list[Problem]]()
     for moved in (on_progress, lambda _: None):
-        readings = [_Reading(data) for data in objects]
-        requests = ((each, start) for each in readings for start in range(0, each.data.size, step))
-        if readings:
-            with ahead(read, requests, width, waiting=width, cancel=cancel) as done:
-                for count in done:
-                    bytes_read += count
-                    moved(count)
-        problems = {each.data.path: each.find_problems() for each in readings}
-        objects = [data for data in objects if problems[data.path]]
-    return [problem for found in problems.values() for problem in found], bytes_read
+        requests = ((each, start) for each in objects for start in range(0, each.size, step))
+        with ahead(read, requests, width, waiting=width, cancel=cancel) as done:
+            for count in done:
+                bytes_read += count
+                moved(count)
+        problems = [each.find_problems() for each in objects]
+        objects = [
+            replace(each, segments=[], failure=None) for each, found in zip(objects, problems, strict=True) if found
+        ]
+        if not objects:
+            return [], bytes_read
+    return [problem for found in problems for problem in found], bytes_read

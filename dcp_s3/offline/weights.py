@@ -1,14 +1,12 @@
-"""Safetensors files, as Hugging Face's libraries write them: into the tensors of a state (`load_safetensors`), or as a
-checkpoint (`import_weights`), in bounded memory."""
+"""Safetensors files into the tensors of a state (`load_safetensors`), or as a checkpoint (`import_weights`)."""
 
 from __future__ import annotations
 
 import mmap
 import operator
 import os
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
-from pathlib import Path
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,20 +21,16 @@ from dcp_s3 import errors, process
 from dcp_s3.errors import WeightsError
 from dcp_s3.events import Listener
 from dcp_s3.failures import real_causes
-from dcp_s3.format.saved_entries import SavedEntry, saved_entries
 from dcp_s3.load.plan import Box, row_major_strides
 from dcp_s3.load.planner import S3LoadPlanner
 from dcp_s3.load.reader import S3StorageReader
-from dcp_s3.load.weights import SUFFIX, FoundTensor, find_weights, is_weights, open_metadata, rename_entries
+from dcp_s3.load.weights import FoundTensor, find_weights, is_weights, rename_entries
 from dcp_s3.memory import view_bytes
 from dcp_s3.offline.names import new_names
 from dcp_s3.offline.place import Place
 from dcp_s3.offline.read import cut
-from dcp_s3.s3.store import store_of
 from dcp_s3.save.writer import S3StorageWriter
 from dcp_s3.settings import SettingsLike, resolve_settings
-from dcp_s3.units import format_size, one_line, plural
-from dcp_s3.url import CheckpointURL, parse_url
 
 PIECE = 8 * 2**20
 """Most bytes of a chunk: larger tensors become several, as if they had been sharded."""
@@ -61,10 +55,9 @@ def load_safetensors(
 ) -> None:
     """Fill the tensors of a state, in place, from safetensors files on S3, as Hugging Face's libraries write them.
 
-    Called on all ranks with their parts of the state (DTensors of FSDP or tensor parallelism, or plain tensors), or in
-    a process without a group. Each rank fetches only the ranges that it needs; what several ranks need is fetched once
-    and sent between them. Entries of one memory (tied parameters) need only one of their names in the files. Other
-    dtypes are converted. Safetensors files have no checksums: what S3 has is what is loaded.
+    Called on all ranks with their parts of the state (DTensors or plain tensors), or in a process without a group. Each
+    rank fetches only the ranges that it needs; what several ranks need is fetched once and sent between them. Entries
+    of one memory (tied parameters) need only one of their names in the files. Other dtypes are converted.
 
     >>> exported = export("s3://bucket/run/step-00002000", "s3://bucket/hf-model")
     >>> model = {"model": {"weight": torch.zeros(4, 2)}}
@@ -76,8 +69,7 @@ def load_safetensors(
         prefix: put before every name of the files, for example ``model.``.
         rename: regular expressions, and what replaces their matches in the files' names, in this order, before the
             prefix.
-        tied: names in the state that are in no file, each with the name in the state of the entry that it equals; for
-            tied parameters that do not share memory.
+        tied: names in the state that are in no file, each with that of the entry in the state that it equals.
         allow_partial_load: leave entries as they are that no file has, instead of MissingKeysError.
         allow_dtype_cast: False: an entry of another dtype is a TensorMismatchError, before anything is changed.
         process_group: see `S3StorageReader`.
@@ -107,12 +99,6 @@ def load_safetensors(
         raise
 
 
-def saved_weights(url: str, *, settings: SettingsLike = None) -> list[SavedEntry]:
-    """What the safetensors files at ``url`` hold; CheckpointNotFoundError if there are none."""
-    where = parse_url(url)
-    return saved_entries(open_metadata(store_of(where, resolve_settings(settings)), where))
-
-
 class _Reader(S3StorageReader):
     """Reads weights under other names."""
 
@@ -123,20 +109,12 @@ class _Reader(S3StorageReader):
         if not is_weights(metadata):
             raise WeightsError(f"{url} is a checkpoint of DCP. Remedy: dcp.load with S3StorageReader({url!r})")
         prefix, rules, tied = self.names
-        new = _new_names(metadata.state_dict_metadata, rules, url)
-        names = {prefix + name: old for old, name in new.items()}
+        names = {prefix + name: old for old, name in new_names(metadata.state_dict_metadata, rules or {}).items()}
         for name, other in (tied or {}).items():
             if other not in names:
                 raise WeightsError(f"tied: {name!r} is to equal {other!r}, which is in no file of {url}")
             names[name] = names[other]
         return rename_entries(metadata, names)
-
-
-def _new_names(names: Iterable[str], rules: Mapping[str, str] | None, where: object) -> dict[str, str]:
-    try:
-        return new_names(names, rules or {})
-    except ValueError as error:
-        raise WeightsError(f"the entries of {where} cannot be renamed: {error}") from None
 
 
 # --- import ------------------------------------------------------------------------------------------
@@ -156,9 +134,6 @@ class ImportResult:
     size: int
     """Bytes of the tensors."""
 
-    def __repr__(self) -> str:
-        return one_line("ImportResult", plural(self.tensors, "tensor"), format_size(self.size))
-
 
 def import_weights(
     source: str | os.PathLike[str],
@@ -177,10 +152,10 @@ def import_weights(
 
     >>> exported = export("s3://bucket/run/step-00002000", "weights")
     >>> import_weights("weights", "s3://bucket/imported/step-0")
-    ImportResult(1 tensor, 32 B)
+    ImportResult(tensors=1, size=32)
 
     Args:
-        source: directory or ``s3://bucket/prefix`` with ``*.safetensors``, with an index or without; or one such file.
+        source: directory or ``s3://bucket/prefix`` with ``*.safetensors``, with an index or without.
         prefix: put before every name, for example ``model.``.
         rename: regular expressions, and what replaces their matches in the names, in this order, before the prefix.
         overwrite: replace a checkpoint at ``url``, which stays whole until the new one is committed.
@@ -194,18 +169,10 @@ def import_weights(
     """
     given = resolve_settings(settings)
     place = Place.of(source, given)
-    names = place.names()
-    if place.url is None:
-        path = Path(source)
-        if path.is_file():
-            place, names = Place.of(path.parent, given), [path.name]
-    elif place.url.name.endswith(SUFFIX) and place.store.exists(place.url.prefix):
-        names = [place.url.name]
-        place = replace(place, url=CheckpointURL(place.url.bucket, place.url.prefix.rpartition("/")[0]))
-    found = find_weights(place.store, place.key(""), names, str(source))
+    found = find_weights(place.store, place.key(""), place.names(), str(source))
     if not found:
         raise WeightsError(f"{source} has no entries")
-    new = {old: prefix + name for old, name in _new_names(found, rename, source).items()}
+    new = {old: prefix + name for old, name in new_names(found, rename or {}).items()}
     size = sum(tensor.nbytes for tensor in found.values())
     if on_total is not None:
         on_total(size)

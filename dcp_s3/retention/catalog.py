@@ -246,7 +246,11 @@ class ObjectDetails:
 
 @dataclass(frozen=True)
 class CheckpointDetails:
-    """Details of one checkpoint."""
+    """Details of one checkpoint. Made by `describe`.
+
+    >>> [entry.fqn for entry in describe("s3://bucket/run/step-00001000").entries]
+    ['weight', 'step']
+    """
 
     info: CheckpointInfo
     """The catalog's summary, including metrics that were added after the save."""
@@ -265,7 +269,17 @@ class CheckpointDetails:
 
 
 def describe(where: URLLike, *, settings: SettingsLike = None, store: Store | None = None) -> CheckpointDetails:
-    """Look at the checkpoint at a URL: its listing, manifests and metadata, no data."""
+    """Look at what a checkpoint holds: its listing, manifests and metadata, no data. Takes those of other DCP writers,
+    and those that each rank committed for itself, too.
+
+    >>> sum(entry.parameters for entry in describe("s3://bucket/run/step-00001000").entries)
+    8
+
+    Raises:
+        CheckpointNotFoundError: nothing of a checkpoint is there.
+        CorruptCheckpointError, UnsafeMetadataError: its metadata cannot, or must not, be read.
+        InvalidURLError, SettingsError, StorageError
+    """
     url = parse_url(where)
     store = store_of(url, resolve_settings(settings)) if store is None else store
     looked = inspect(store, url, whole=True)

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from dcp_s3.errors import SpillError
-from dcp_s3.memory import Piece, combine_crc64nvme, crc64nvme, crc_hex, views_of
+from dcp_s3.memory import Piece, combine_crc64nvme, crc64nvme, crc_hex
 from dcp_s3.settings import Settings
 from dcp_s3.spill.journal import Journal, JournalError, SpilledCommit, State
 from dcp_s3.stores.directory import flush_directory
@@ -142,11 +142,10 @@ class SpilledSave:
             for piece in pieces:
                 crcs.append((piece.checksum(), piece.size))
                 with as_spill_error(where, f"write {format_size(piece.size)}"):
-                    for view in views_of([piece]):
-                        start = 0
-                        while start < view.nbytes:
-                            start += os.pwrite(fd, view[start:], offset + start)
-                        offset += start
+                    start, view = 0, piece.view
+                    while view is not None and start < view.nbytes:
+                        start += os.pwrite(fd, view[start:], offset + start)
+                    offset += start
                 piece.view = None
             with as_spill_error(where, "flush a file"):
                 os.ftruncate(fd, offset)

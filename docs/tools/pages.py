@@ -68,7 +68,7 @@ document. `dcp-s3 COMMAND --help` prints the same text as this page. Examples: [
 
 ## Options of all commands
 
-`-v`, `--endpoint-url` and `--region` may stand before the command or after it.
+`-v` may stand before the command or after it. The endpoint and the region are [settings](settings.md).
 
 {options}
 

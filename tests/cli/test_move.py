@@ -54,8 +54,7 @@ def assert_loads(where: Path | str) -> None:
 
 def test_cp_copies_and_goes_on(root: str, s3: Any) -> None:
     url = save(f"{root}/step-1", metrics={"loss": float("nan")})
-    first = json.loads(run("cp", url, f"{root}-copy/step-1", "--json").stdout)
-    assert (first["files"], first["moved"]) == (len(keys(s3, url)), first["size"] - keys(s3, url)[".metadata"])
+    assert f"{len(keys(s3, url))} objects, " in run("cp", url, f"{root}-copy/step-1").stderr
     assert keys(s3, f"{root}-copy/step-1") == keys(s3, url)
     assert "(0 B copied)" in run("cp", url, f"{root}-copy/step-1").stderr
     other = save(f"{root}/step-2")
@@ -63,9 +62,7 @@ def test_cp_copies_and_goes_on(root: str, s3: Any) -> None:
     run("cp", other, f"{root}-copy/step-1", "--overwrite")
     assert keys(s3, f"{root}-copy/step-1") == keys(s3, other)
     assert "the same" in run("cp", url, url, status=2).stderr
-    for wrong in ("gs://bucket/run", "s3://", "s3://bucket/a/../b"):
-        assert wrong in run("cp", wrong, f"{root}/copy", status=2).stderr
-        assert wrong in run("cp", url, wrong, status=2).stderr
+    assert "gs://bucket/run" in run("cp", url, "gs://bucket/run", status=2).stderr
 
 
 @pytest.mark.servers("memory", "rgw")
@@ -119,7 +116,13 @@ def test_an_upload_does_not_replace_what_another_committed_meanwhile(
     root: str, s3: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     url = f"{root}/1"
-    monkeypatch.setattr(copying._Source, "check_unchanged", lambda _: put(s3, url, ".metadata", b"theirs"))
+    commit = copying._Copy._commit
+
+    def commit_second(*arguments: Any) -> Any:
+        put(s3, url, ".metadata", b"theirs")
+        return commit(*arguments)
+
+    monkeypatch.setattr(copying._Copy, "_commit", commit_second)
     assert "already" in run("cp", save_locally(tmp_path), url, status=1).stderr
     assert get(s3, url, ".metadata") == b"theirs"
 
@@ -146,12 +149,12 @@ def test_export_and_import(root: str, tmp_path: Path) -> None:
     assert f"{tmp_path}: 2 tensors, 1 file, " in result.stderr
     assert "left out" not in result.stderr
     expected = {"a": torch.arange(4).bfloat16(), "c": torch.arange(5).bfloat16()}
-    assert_same(weights.read(tmp_path / "model.safetensors"), expected)
+    assert_same(weights.read((tmp_path / "model.safetensors").read_bytes()), expected)
     result = run("import", tmp_path, f"{root}/y", "--prefix", "model.", "--rename", "^c$=d")
     assert f"{root}/y: 2 tensors, 18 B" in result.stderr
     assert_same(dcp_s3.read_tensors(f"{root}/y"), {"model.a": expected["a"], "model.d": expected["c"]})
     assert "already" in run("import", tmp_path, f"{root}/y", status=1).stderr
-    run("import", tmp_path / "model.safetensors", f"{root}/y", "--overwrite")
+    run("import", tmp_path, f"{root}/y", "--overwrite")
     assert "is not empty" in run("export", f"{root}/x", tmp_path, status=1).stderr
     run("export", f"{root}/none", tmp_path / "none", status=3)
     assert "has no weights" in run("import", f"{root}/none", f"{root}/y", status=1).stderr
@@ -182,24 +185,21 @@ def directory(faulty: FaultyServer, tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_drain_shows_what_waits_and_why_then_commits_it(directory: Path, faulty: FaultyServer) -> None:
-    found = json.loads(drain(directory, "--status", "--json").stdout)
-    kinds = sorted((save["what"], save["state"], save["url"]) for save in found["saves"])
-    assert kinds == [("commit", "sealed", URL), ("data", "sealed", URL)]
-    assert sum(URL in line for line in drain(directory, "--status").stdout.splitlines()) == 2
+    titles, *rows = [line.split("\t") for line in drain(directory, "--status").stdout.splitlines()]
+    assert titles == ["checkpoint", "what", "state", "size", "age"]
+    assert sorted(row[:3] for row in rows) == [[URL, "commit", "sealed"], [URL, "data", "sealed"]]
     store = SpillStore(directory)
     with store.drainer():
         assert "another process drains" in drain(directory, status=1).stderr
     faulty.rule = refuse_all
-    result = drain(directory, "--json", status=1)
-    assert (len(json.loads(result.stdout)["waiting"]), result.stderr.count("waits: ")) == (2, 2)
+    result = drain(directory, status=1)
+    assert result.stderr.count("waits: ") == 2
     assert "HeadObject on s3://bucket/run/step-1/__0_0" in result.stderr
     assert len(store.scan()) == 2
     faulty.rule = allow_all
-    result = drain(directory, "--json")
+    result = drain(directory)
     assert f"committed {URL}" in result.stderr
     assert "1 committed, 0 given up, 0 waiting, 0 set aside" in result.stderr
-    report = json.loads(result.stdout)
-    assert (report["committed"], report["waiting"], report["uploaded"] > 0) == ([URL], {}, True)
     assert_complete(URL, make_state(1))
     assert "0 committed" in drain(directory).stderr  # nothing is left, and that is no failure
 
@@ -211,9 +211,8 @@ def test_a_damaged_journal_is_set_aside_and_reported(directory: Path) -> None:
     result = drain(directory, status=1)
     assert "cut off or damaged" in result.stderr
     assert "1 waiting, 1 set aside" in result.stderr
-    (found,) = json.loads(drain(directory, "--status", "--json").stdout)["refused"]
-    assert found["path"].endswith(data.name)
-    assert "cut off or damaged" in found["reason"]
-    assert "cut off or damaged" in drain(directory, "--status").stdout
+    shown = drain(directory, "--status").stdout
+    assert f"{data.name}: " in shown
+    assert "cut off or damaged" in shown
     shutil.rmtree(commit.path)
     assert "0 waiting" in drain(directory, status=1).stderr  # what is set aside is still to be looked at

@@ -237,11 +237,6 @@ def _examples(name: str, found: Any) -> list[doctest.DocTest]:
 _NAMED = dict(_documented())
 
 
-@pytest.mark.parametrize("name", _NAMED)
-def test_it_has_an_example(name: str) -> None:
-    assert _examples(name, _NAMED[name]), f"{name} has no example (>>>) in its docstring"
-
-
 def train(state: dict[str, Any]) -> None:
     state["weight"] += 1
     state["step"] += 1
@@ -274,8 +269,9 @@ def _run(test: doctest.DocTest, namespace: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("name", _NAMED)
-def test_its_example_runs(name: str, namespace: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_has_an_example_which_runs(name: str, namespace: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logging.getLogger("dcp_s3"), "level", logging.CRITICAL)
+    assert _examples(name, _NAMED[name]), f"{name} has no example (>>>) in its docstring"
     for test in _examples(name, _NAMED[name]):
         namespace["state"]["step"] = 0
         _run(test, namespace)

@@ -21,7 +21,7 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast, TrainerCallback, TrainingArguments
 from trl import SFTConfig, SFTTrainer
 
-from dcp_s3 import KeepLatest, inspect, list_checkpoints, read_tensors, remove
+from dcp_s3 import KeepLatest, describe, list_checkpoints, read_tensors, remove
 from dcp_s3.demo.train import state_digest
 from dcp_s3.errors import CheckpointError, CheckpointNotFoundError
 from dcp_s3.integrations.accelerate import ModelPart, OptimizerPart
@@ -272,7 +272,7 @@ def test_what_cannot_be_is_refused(alone: Path) -> None:
 
 def saved_names(url: str) -> set[str]:
     """Names in a checkpoint's model, without those of the adapters, as PEFT writes them."""
-    names = {entry.fqn for entry in inspect(url).entries if entry.fqn.startswith("model.")}
+    names = {entry.fqn for entry in describe(url).entries if entry.fqn.startswith("model.")}
     return {name.removeprefix("model.").replace(".default", "") for name in names}
 
 

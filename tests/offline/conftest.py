@@ -147,8 +147,7 @@ def save_sharded(url: str, rows: int) -> None:
     dcp.save(state, storage_writer=dcp_s3.S3StorageWriter(url))
 
 
-def read(path: Path) -> dict[str, torch.Tensor]:
-    data = path.read_bytes()
+def read(data: bytes) -> dict[str, torch.Tensor]:
     length = header_length(data[:PREFIX], len(data))
     return {
         placed.entry.name: torch.frombuffer(bytearray(data[placed.start :] + b"\0"), dtype=torch.uint8)[

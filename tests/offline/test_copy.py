@@ -98,6 +98,35 @@ def test_the_old_one_stays_whole_until_the_commit(faulty: FaultyServer, s3_of: A
     assert_loads(_COPY, state())
 
 
+@pytest.mark.servers("memory")
+def test_a_copy_that_lost_data_is_no_checkpoint_until_it_is_whole_again(faulty: FaultyServer, s3_of: Any) -> None:
+    copy(save(_URL), _COPY)
+    data = next(path for path in keys(s3_of, _COPY) if path.endswith(".distcp"))
+    S3Store(BUCKET, dcp_s3.Settings()).put(f"copies/step-1/{data}", bytes(keys(s3_of, _COPY)[data]))
+    faulty.once("CopyObject", Fault.error(403, "AccessDenied"))
+    with pytest.raises(errors.AccessDeniedError):
+        copy(_URL, _COPY)
+    assert ".metadata" not in keys(s3_of, _COPY)
+    copy(_URL, _COPY)
+    assert_loads(_COPY, state())
+
+
+@pytest.mark.servers("memory")
+def test_a_directory_with_anything_else_is_not_written_to(root: str, s3: Any, tmp_path: Path) -> None:
+    url = save(f"{root}/1")
+    put(s3, url, "notes.txt", b"of the checkpoint")
+    for name in ("other.txt", "notes.txt"):
+        (tmp_path / name).write_text("mine")
+        with pytest.raises(errors.CheckpointExistsError, match="is not empty"):
+            copy(url, tmp_path)
+        assert [path.read_text() for path in tmp_path.iterdir()] == ["mine"]
+        (tmp_path / name).unlink()
+    assert copy(url, tmp_path).moved > 0
+    assert copy(url, tmp_path).moved == 0
+    with pytest.raises(errors.CheckpointExistsError):
+        copy(save(f"{root}/2"), tmp_path)
+
+
 # --- by whom ---------------------------------------------------------------------------------------------
 
 
@@ -213,9 +242,7 @@ def test_a_copy_is_never_of_two_saves(
     monkeypatch.setattr(S3Store, "map", move)
     if to_directory:
         assert not (tmp_path / "copy" / ".metadata").exists()
-        with pytest.raises(errors.CheckpointExistsError):
-            copy(_URL, destination)  # what is there is of the first save, in files of the same sizes
-        copy(_URL, destination, True)
+        copy(_URL, destination)  # what is there is of the first save, in files of the same names and sizes
         assert _values(dcp.FileSystemReader(destination)) == {2.0}
     else:
         assert ".metadata" not in keys(s3_of, _COPY)

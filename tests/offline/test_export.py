@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +13,8 @@ import dcp_s3
 from benchmarks.measure import measure
 from dcp_s3 import errors
 from dcp_s3.offline import export
+from dcp_s3.offline import place as places
 from tests.end_to_end.states import assert_same, random_tensor
-from tests.end_to_end.test_interchange import download
 from tests.offline.conftest import model, read, save, save_sharded
 from tests.ranks import run_ranks
 from tests.retention.making import get, keys, put
@@ -27,37 +26,29 @@ INDEX = "model.safetensors.index.json"
 
 
 class Place:
-    def __init__(self, url: str | None, directory: Path, s3: Any = None) -> None:
-        self.where = url or str(directory / "out")
-        self._directory, self._s3 = directory, s3
+    def __init__(self, where: str) -> None:
+        self.where = where
+
+    def _files(self) -> places.Place:
+        return places.Place.of(self.where, dcp_s3.Settings())
 
     def files(self) -> list[str]:
-        return sorted(str(path.relative_to(self.fetch())) for path in self.fetch().rglob("*") if path.is_file())
+        return sorted(self._files().objects())
 
-    def fetch(self) -> Path:
-        if not self.where.startswith("s3://"):
-            return Path(self.where)
-        copy = self._directory / "copy"
-        shutil.rmtree(copy, ignore_errors=True)
-        if keys(self._s3, self.where):
-            download(self._s3, *self.where.removeprefix("s3://").split("/", 1), copy)
-        return copy
+    def get(self, name: str) -> bytes:
+        return self._files().store.get(self._files().key(name)).data
 
     def put(self, name: str, data: bytes) -> None:
-        if self.where.startswith("s3://"):
-            put(self._s3, self.where, name, data)
-            return
-        path = Path(self.where, name)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(data)
+        self._files().store.put(self._files().key(name), data)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        return {name: tensor for path in self.fetch().glob("*.safetensors") for name, tensor in read(path).items()}
+        found = [read(self.get(name)) for name in self.files() if name.endswith(".safetensors")]
+        return {name: tensor for tensors in found for name, tensor in tensors.items()}
 
 
 @pytest.fixture(params=["directory", "s3"])
-def place(request: pytest.FixtureRequest, root: str, s3: Any, tmp_path: Path) -> Place:
-    return Place(f"{root}/out" if request.param == "s3" else None, tmp_path, s3)
+def place(request: pytest.FixtureRequest, root: str, tmp_path: Path) -> Place:
+    return Place(f"{root}/out" if request.param == "s3" else str(tmp_path / "out"))
 
 
 def test_every_dtype_and_shape(root: str, place: Place) -> None:
@@ -79,10 +70,10 @@ def test_shards_and_their_index(root: str, place: Place) -> None:
     shards = [f"model-{n:05d}-of-00004.safetensors" for n in range(1, 5)]
     assert result.files == (*shards, INDEX)
     assert place.files() == sorted(result.files)
-    index = json.loads((place.fetch() / INDEX).read_bytes())
+    index = json.loads(place.get(INDEX))
     assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in model().values())
     for shard in shards:
-        inside = read(place.fetch() / shard)
+        inside = read(place.get(shard))
         assert {name for name, file in index["weight_map"].items() if file == shard} == inside.keys()
         assert sum(tensor.nbytes for tensor in inside.values()) <= 100_000
     assert_same(place.tensors(), {f"model.{name}": tensor for name, tensor in model().items()})
@@ -109,11 +100,11 @@ def test_sharded_tensors_in_small_pieces(root: str, place: Place, monkeypatch: p
     assert_same(place.tensors(), dict.fromkeys(["rows", "columns", "replicated", "grid", "hybrid"], full))
 
 
-def test_a_file_on_s3_of_several_parts(root: str, s3: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_on_s3_of_several_parts(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(export, "_PART", 5 * MIB)
     state = {"w": random_tensor((23 * MIB,), torch.uint8, 1)}
     save(state, f"{root}/x")
-    place = Place(f"{root}/out", tmp_path, s3)
+    place = Place(f"{root}/out")
     dcp_s3.export(f"{root}/x", place.where)
     assert_same(place.tensors(), state)
 
@@ -125,7 +116,7 @@ def test_attachments_become_files(root: str, place: Place) -> None:
     torch.distributed.checkpoint.save({"w": torch.ones(1)}, storage_writer=writer, no_dist=True)
     dcp_s3.export(f"{root}/x", place.where)
     assert place.files() == ["config.json", "model.safetensors", "tokenizer/vocab.txt"]
-    assert (place.fetch() / "config.json").read_bytes() == b"{}"
+    assert place.get("config.json") == b"{}"
 
 
 # --- what is refused ------------------------------------------------------------------------------------
