@@ -283,7 +283,11 @@ class S3StorageReader(StorageReader):
 
     @property
     def checkpoint_id(self) -> str | None:
-        """URL of the checkpoint being read, None before there is one."""
+        """URL of the checkpoint being read, None before there is one.
+
+        >>> S3StorageReader("s3://bucket/run/step-00002000").checkpoint_id
+        's3://bucket/run/step-00002000'
+        """
         self._asked_for_url = True
         return None if self._url is None else str(self._url)
 
@@ -346,6 +350,9 @@ class S3StorageReader(StorageReader):
 
     def attachments(self) -> list[str]:
         """Names of the files that are attached to the checkpoint. Those of another library are not known.
+
+        >>> S3StorageReader("s3://bucket/run/step-00002000").attachments()
+        []
 
         Raises:
             CheckpointNotFoundError: no committed checkpoint is there.
