@@ -47,7 +47,6 @@ if _TYPE_CHECKING:  # the table below again, for type checkers
     )
     from dcp_s3.events import Stats as Stats, stats as stats
     from dcp_s3.offline.copy import CopyResult as CopyResult, copy as copy
-    from dcp_s3.offline.diff import CheckpointDiff as CheckpointDiff, EntryDiff as EntryDiff, diff as diff
     from dcp_s3.offline.export import ExportResult as ExportResult, export as export
     from dcp_s3.offline.read import read_tensor as read_tensor, read_tensors as read_tensors
     from dcp_s3.offline.verify import Problem as Problem, VerifyReport as VerifyReport, verify as verify
@@ -89,7 +88,6 @@ _MODULES = {
         "manager.manager": "CheckpointManager",
         "manager.step_policy": "SaveEvery SaveContinuously SaveOnPreemption SavePolicy SaveMoment",
         "offline.copy": "copy CopyResult",
-        "offline.diff": "diff CheckpointDiff EntryDiff",
         "offline.export": "export ExportResult",
         "offline.read": "read_tensor read_tensors",
         "offline.verify": "verify VerifyReport Problem",

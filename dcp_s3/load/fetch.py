@@ -2,7 +2,7 @@
 
     requests -> threads -> bytes at their place -> checksums, once more if they do not match -> finished transfers
 
-Loads, sharing between ranks, read_tensors, exports and diff use it.
+Loads, sharing between ranks, read_tensors and exports use it.
 """
 
 from __future__ import annotations

@@ -115,7 +115,7 @@ def test_version() -> None:
 
 
 _COMMANDS = (
-    "show {0}", "diff {0} {0}", "verify {0}", "cp {0} copy", "cp {0} s3://another/copy", "export {0} exported",
+    "show {0}", "verify {0}", "cp {0} copy", "cp {0} s3://another/copy", "export {0} exported",
     "pin {0}", "rm {0} --yes", "ls {0}", "ls --latest {0}", "verify {0} --root", "prune {0} latest:1 --yes",
 )  # fmt: skip
 
