@@ -303,7 +303,7 @@ def _imported(commands: list[list[str]]) -> dict[str, set[str]]:
 
 def test_help_imports_nothing_heavy() -> None:
     commands = sorted(get_command(app).commands)  # type: ignore[attr-defined]
-    assert {"ls", "show", "verify", "drain", "prune", "import"} <= set(commands)
+    assert {"ls", "show", "verify", "drain", "prune", "export"} <= set(commands)
     found = _imported([["--help"], ["--version"], *([name, "--help"] for name in commands)])
     assert "dcp_s3.cli.main" in found["--help"]
     loaded = set().union(*found.values())
