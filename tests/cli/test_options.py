@@ -172,7 +172,7 @@ def test_the_table_is_in_the_help_and_in_the_documentation() -> None:
     for status, meaning in cli.MEANINGS.items():
         assert f"{status} {meaning}" in shown
         assert f"| {status} | {meaning} |" in page
-    assert set(cli.MEANINGS) == {*range(6), 130}
+    assert set(cli.MEANINGS) == {*range(5), 130}
 
 
 # --- retries -----------------------------------------------------------------------------------------------
