@@ -1,10 +1,10 @@
-"""Loads weights of Hugging Face's layout from S3 into four gloo ranks: directly, by an import, by a download.
+"""Loads weights of Hugging Face's layout from S3 into four gloo ranks: directly, by a checkpoint, by a download.
 
 ``python -m benchmarks.weights`` starts an in-memory S3 server in a process of its own, whose connections carry
 ``--rate`` bytes per second, and puts a bf16 model in four safetensors files there. Ways, in turn:
 
 - ``load_safetensors`` on all ranks;
-- ``import_weights`` on the first rank, then ``dcp.load``;
+- ``load_safetensors`` and ``dcp.save`` on all ranks, then ``dcp.load``;
 - a copy of the files to this host by the first rank, which every rank maps into memory and cuts its part out of.
 
 A way takes as long as its slowest rank. What was loaded is compared bit by bit, outside of the measured time.
@@ -97,11 +97,10 @@ def _load(state: dict[str, Any], _: str) -> None:
     dcp_s3.load_safetensors(_URL, state)
 
 
-def _import(state: dict[str, Any], _: str) -> None:
-    url = f"s3://{_BUCKET}/imported"
-    if dist.get_rank() == 0:
-        dcp_s3.import_weights(_URL, url, overwrite=True)
-    dist.barrier()
+def _checkpoint(state: dict[str, Any], _: str) -> None:
+    url = f"s3://{_BUCKET}/checkpoint"
+    dcp_s3.load_safetensors(_URL, state)
+    dcp.save(state, storage_writer=dcp_s3.S3StorageWriter(url, overwrite=True))
     dcp.load(state, storage_reader=dcp_s3.S3StorageReader(url), planner=dcp_s3.S3LoadPlanner())
 
 
@@ -123,7 +122,7 @@ def _copy(state: dict[str, Any], directory: str) -> None:
 
 _WAYS: dict[str, Callable[[dict[str, Any], str], None]] = {
     "load_safetensors": _load,
-    "import, load": _import,
+    "load, save, load": _checkpoint,
     "copy": _copy,
 }
 
@@ -137,7 +136,9 @@ def main() -> None:
     options = parser.parse_args()
     warnings.filterwarnings("ignore")
     os.environ |= {**DUMMY_CREDENTIALS, "AWS_DEFAULT_REGION": "us-east-1"}
-    table = Table("mesh", "way", "seconds", "of import, load", "read from S3", "CPU s/GiB", "peak MiB", box=box.SIMPLE)
+    table = Table(
+        "mesh", "way", "seconds", "of load, save, load", "read from S3", "CPU s/GiB", "peak MiB", box=box.SIMPLE
+    )
     link = Link(0.03, options.rate)
     with MemoryS3Process(preallocate=options.size * 9 // 4 + 256 * MIB, link=link) as server:
         os.environ["AWS_ENDPOINT_URL"] = server.endpoint_url
@@ -172,8 +173,8 @@ def add_rows(table: Table, mesh: str, found: dict[str, list[tuple[list[Sample], 
         peak = max(each.peak_bytes for ranks, _ in samples for each in ranks)
         sent = statistics.median(sent for _, sent in samples)
         table.add_row(
-            mesh, way, f"{seconds(way):.2f}", f"{seconds(way) / seconds('import, load'):.2f} x", f"{sent / size:.3f} x",
-            f"{cpu * GIB / size:.2f}", f"{peak / MIB:.0f}",
+            mesh, way, f"{seconds(way):.2f}", f"{seconds(way) / seconds('load, save, load'):.2f} x",
+            f"{sent / size:.3f} x", f"{cpu * GIB / size:.2f}", f"{peak / MIB:.0f}",
         )  # fmt: skip
 
 

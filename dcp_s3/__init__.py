@@ -42,13 +42,10 @@ if _TYPE_CHECKING:  # the table below again, for type checkers
     )
     from dcp_s3.events import Stats as Stats, stats as stats
     from dcp_s3.offline.copy import CopyResult as CopyResult, copy as copy
-    from dcp_s3.offline.diff import CheckpointDiff as CheckpointDiff, EntryDiff as EntryDiff, diff as diff
     from dcp_s3.offline.export import ExportResult as ExportResult, export as export
     from dcp_s3.offline.read import read_tensor as read_tensor, read_tensors as read_tensors
     from dcp_s3.offline.verify import Problem as Problem, VerifyReport as VerifyReport, verify as verify
-    from dcp_s3.offline.weights import (
-        ImportResult as ImportResult, import_weights as import_weights, load_safetensors as load_safetensors,
-    )
+    from dcp_s3.offline.weights import load_safetensors as load_safetensors
     from dcp_s3.retention.catalog import (
         CheckpointCatalog as CheckpointCatalog, CheckpointDetails as CheckpointDetails, describe as describe,
         latest as latest, list_checkpoints as list_checkpoints,
@@ -84,11 +81,10 @@ _MODULES = {
         "manager.manager": "CheckpointManager",
         "manager.step_policy": "SaveEvery SaveContinuously SaveOnPreemption SavePolicy SaveMoment",
         "offline.copy": "copy CopyResult",
-        "offline.diff": "diff CheckpointDiff EntryDiff",
         "offline.export": "export ExportResult",
         "offline.read": "read_tensor read_tensors",
         "offline.verify": "verify VerifyReport Problem",
-        "offline.weights": "import_weights load_safetensors ImportResult",
+        "offline.weights": "load_safetensors",
         "process": "__version__",
         "retention.catalog": "latest list_checkpoints describe CheckpointCatalog CheckpointDetails",
         "retention.marks": "pin unpin annotate",

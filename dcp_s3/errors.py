@@ -214,4 +214,4 @@ class TensorMismatchError(CheckpointError, ValueError):
 
 
 class WeightsError(CheckpointError, ValueError):
-    """Weights cannot be exported or imported: a dtype, names, an argument, the files, or what is at the destination."""
+    """Weights cannot be exported or loaded: a dtype, names, an argument, the files, or what is at the destination."""

@@ -25,7 +25,6 @@ FAILED = 1
 USAGE = 2
 NOTHING_THERE = 3
 DAMAGED = 4
-DIFFERENT = 5
 INTERRUPTED = 130
 NOBODY_READS = 141
 """The reader of the output has gone: what a shell makes of SIGPIPE. No mistake, so the table leaves it out."""
@@ -36,7 +35,6 @@ MEANINGS = {
     USAGE: "wrong usage: an argument, an option, a URL or a setting",
     NOTHING_THERE: "nothing is there",
     DAMAGED: "damaged: a checkpoint is not what was saved",
-    DIFFERENT: "diff: something differs, or is not known to be the same",
     INTERRUPTED: "ended by Ctrl-C",
 }
 

@@ -67,25 +67,6 @@ def export(
         cli.note(f"left out: {plural(result.skipped, 'entry')} without a tensor")
 
 
-@cli.app.command("import")
-def import_(
-    source: Annotated[str, typer.Argument(metavar="SRC", help="Directory or URL with safetensors files.")],
-    url: cli.URL,
-    prefix: Annotated[str, typer.Option("--prefix", metavar="TEXT", help="Put before every name, as model.")] = "",
-    rename: cli.Rename = None,
-    overwrite: cli.Overwrite = False,
-) -> None:
-    """Make a checkpoint of safetensors files."""
-    from dcp_s3.offline import weights
-    from dcp_s3.offline.names import parse_rules
-
-    with cli.wrong_usage("--rename"):
-        rules = parse_rules(rename or [])
-    with cli.progress("import") as callbacks:
-        result = weights.import_weights(source, url, prefix=prefix, rename=rules, overwrite=overwrite, **callbacks)
-    cli.note(f"{url}: {plural(result.tensors, 'tensor')}, {format_size(result.size)}")
-
-
 @cli.app.command()
 def drain(
     directory: Annotated[Path | None, typer.Argument(metavar="[DIR]", help="Instead of DCP_S3_SPILL_DIR.")] = None,

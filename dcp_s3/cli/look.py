@@ -84,39 +84,6 @@ def show(
         tables.show(tables.objects(details.objects))
 
 
-@cli.app.command()
-def diff(
-    a: Annotated[str, typer.Argument(metavar="A", help="s3://bucket/prefix of one checkpoint.")],
-    b: Annotated[str, typer.Argument(metavar="B", help="s3://bucket/prefix of the other.")],
-    filter: Filter = None,
-    everything: All = False,
-    as_json: cli.AsJSON = False,
-) -> None:
-    """Compare two checkpoints: names, shapes, dtypes, and which values changed.
-
-    No data is read: the checksums of chunks tell, where both checkpoints have the same chunks. Ends with status 0 if
-    everything is the same, and 5 if something differs or is not known to be the same. Metrics are shown, and do not
-    count.
-    """
-    from dcp_s3.cli import tables
-    from dcp_s3.offline.diff import diff as compare
-
-    found = compare(a, b, filter=filter or None)
-    if as_json:
-        cli.print_json(found.to_dict(everything=everything))
-    else:
-        cli.print_line(found.summary)
-        table, left_out = tables.differences(found, everything=everything)
-        if table.row_count:
-            tables.show(table)
-        if left_out:
-            cli.note(f"{left_out} more lines: see --all, or choose with --filter")
-        for name, (before, after) in found.metrics.items():
-            cli.print_line(f"metric {name}: {before} -> {after}")
-    if not found.same:
-        raise typer.Exit(cli.DIFFERENT)
-
-
 def _show_settings(as_json: bool) -> None:
     from dcp_s3.cli import tables
     from dcp_s3.retention.policy import policy_from_settings

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich import box
 from rich.console import Console
@@ -20,11 +20,6 @@ from dcp_s3.offline.names import group_alike
 from dcp_s3.retention.catalog import CheckpointDetails, ObjectDetails
 from dcp_s3.retention.plan import Plan
 from dcp_s3.units import format_count, format_size, plural
-
-if TYPE_CHECKING:
-    from dcp_s3.offline.diff import CheckpointDiff
-
-_DIFFERENCES = 40  # lines of `diff`
 
 
 def make_console(*, stderr: bool = False) -> Console:
@@ -173,24 +168,6 @@ def entries(saved: Sequence[SavedEntry], *, alone: bool) -> Table:
         chunks = sum(each.chunks for each in found)
         add_row(table, (label, count, parameters, size, found[0].dtype, shape, chunks))
     return table
-
-
-def differences(found: CheckpointDiff, *, everything: bool) -> tuple[Table, int]:
-    """One line per difference, those alike together, and how many of them do not fit; or one line per entry."""
-    by_name = {each.fqn: each for each in found.entries if everything or each.status != "same"}
-    common = ((each.fqn, each.fqn if everything else (each.status, each.what)) for each in by_name.values())
-    rows: list[tuple[Any, ...]] = []
-    for label, names in group_alike(common):
-        alike = [by_name[name] for name in names]
-        count, size = len(alike) if len(alike) > 1 else None, format_size(sum(each.size for each in alike))
-        rows.append((label, count, alike[0].status, alike[0].what, size))
-    attached = found.attachments.items()
-    rows += [(name, None, how, "attachment", None) for name, how in attached if everything or how != "same"]
-    table = make_table(("name", ">entries", "status", "what", ">size"))
-    shown = rows if everything else rows[:_DIFFERENCES]
-    for row in shown:
-        add_row(table, row)
-    return table, len(rows) - len(shown)
 
 
 def format_metrics(metrics: Mapping[str, Any]) -> str:

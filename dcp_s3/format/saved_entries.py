@@ -42,6 +42,9 @@ class SavedEntry:
     """Number of stored chunks."""
     size: int
     """Stored bytes, framing included."""
+    checksum: str | None
+    """CRC-64/NVME of its bytes, 16 hex digits; None if one of its chunks has none recorded. Of one shape and dtype,
+    entries with the same are equal; equal ones differ in it if they are not cut alike, or into whole rows."""
 
     @property
     def parameters(self) -> int:
@@ -60,10 +63,37 @@ def saved_entries(metadata: Metadata) -> list[SavedEntry]:
     found = []
     for fqn, saved in metadata.state_dict_metadata.items():
         kind, dtype, shape = "bytes", None, None
-        if isinstance(saved, TensorStorageMetadata):
-            kind, dtype, shape = "tensor", str(saved.properties.dtype).removeprefix("torch."), tuple(saved.size)
-        found.append(SavedEntry(fqn, kind, dtype, shape, counts[fqn], sizes[fqn]))
+        tensor = saved if isinstance(saved, TensorStorageMetadata) else None
+        if tensor is not None:
+            kind, dtype, shape = "tensor", str(tensor.properties.dtype).removeprefix("torch."), tuple(tensor.size)
+        checksum = _checksum(fqn, tensor, metadata.storage_data or {})
+        found.append(SavedEntry(fqn, kind, dtype, shape, counts[fqn], sizes[fqn], checksum))
     return found
+
+
+def _checksum(fqn: str, tensor: TensorStorageMetadata | None, storage: dict[MetadataIndex, Any]) -> str | None:
+    from torch.distributed.checkpoint.metadata import MetadataIndex
+
+    from dcp_s3.format.blocks import get_crc, get_raw_offset
+    from dcp_s3.memory import combine_crc64nvme, crc64nvme, crc_hex
+
+    boxes: list[Any] = [(None, ())]
+    shape: Shape = ()
+    itemsize = 0
+    if tensor is not None:
+        boxes = sorted((tuple(each.offsets), tuple(each.sizes)) for each in tensor.chunks if 0 not in each.sizes)
+        shape, itemsize = tuple(tensor.size), tensor.properties.dtype.itemsize
+    parts = []
+    for offsets, sizes in boxes:
+        info = storage.get(MetadataIndex(fqn, offsets))
+        if info is None or (crc := get_crc(info)) is None:
+            return None
+        is_raw = get_raw_offset(info) is not None and not getattr(info, "transform_descriptors", None)
+        parts.append((crc, math.prod(sizes) * itemsize if is_raw else info.length))
+    if any(sizes[1:] != shape[1:] for _, sizes in boxes):  # their bytes in a row may be those of another tensor
+        text = repr(boxes).encode()
+        parts.append((crc64nvme(text), len(text)))
+    return crc_hex(combine_crc64nvme(parts))
 
 
 def needed_objects(metadata: Metadata) -> dict[str, int]:

@@ -81,10 +81,7 @@ def find_weights(store: Store, prefix: str, names: Iterable[str], where: str) ->
             "there as a whole. Remedy: copy or export it again"
         )
     if not names:
-        raise errors.WeightsError(
-            f"{where} has no weights: no *{SUFFIX}. Remedy: check the path; what a torch file holds is saved with "
-            "dcp.save(torch.load(file), ...)"
-        )
+        raise errors.WeightsError(f"{where} has no weights: its {safetensors.INDEX} names no file")
     found: dict[str, FoundTensor] = {}
     for name, tensors in zip(names, store.map(partial(_read_header, prefix=prefix, where=where), names), strict=True):
         for fqn, tensor in tensors.items():

@@ -69,7 +69,7 @@ def copy(
     on when it is called again. Both URLs are on one endpoint; elsewhere copy by way of a directory.
 
     >>> copied = copy("s3://bucket/run/step-00001000", "s3://bucket/kept/step-00001000")
-    >>> diff("s3://bucket/run/step-00001000", "s3://bucket/kept/step-00001000").same
+    >>> verify("s3://bucket/kept/step-00001000").ok
     True
 
     Args:

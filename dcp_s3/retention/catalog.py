@@ -292,7 +292,8 @@ def describe(where: URLLike, *, settings: SettingsLike = None, store: Store | No
     entries: dict[str, SavedEntry] = {}
     for entry in chain(*map(saved_entries, metadata)):  # each rank describes only what it wrote
         if before := entries.get(entry.fqn):
-            entry = replace(entry, chunks=before.chunks + entry.chunks, size=before.size + entry.size)
+            chunks, size = before.chunks + entry.chunks, before.size + entry.size
+            entry = replace(entry, chunks=chunks, size=size, checksum=None)
         entries[entry.fqn] = entry
     recorded = {entry.path: entry.crc64nvme for manifest in manifests for entry in manifest.objects}
     attached = {entry.path: name for manifest in manifests for name, entry in manifest.attachments.items()}

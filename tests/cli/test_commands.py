@@ -1,4 +1,4 @@
-"""``dcp-s3 ls``, ``show``, ``diff``, ``verify``, ``prune``, ``pin`` and ``rm``, as people and cron use them."""
+"""``dcp-s3 ls``, ``show``, ``verify``, ``prune``, ``pin`` and ``rm``, as people and cron use them."""
 
 from __future__ import annotations
 
@@ -10,12 +10,10 @@ from typing import Any
 
 import boto3
 import pytest
-import torch
-import torch.distributed.checkpoint as dcp
 from rich.console import Console
 
 import dcp_s3
-from dcp_s3 import S3StorageWriter, annotate
+from dcp_s3 import annotate
 from dcp_s3.cli import app as shared
 from tests.cli.looking import run, save_layers, words
 from tests.faulty import BUCKET, FaultyServer
@@ -102,33 +100,6 @@ def test_show_has_a_line_for_names_that_are_alike_and_chooses_entries(root: str)
     filtered = run("show", url, "--filter", "*.norm", "--filter", "step").stdout
     assert [row[0] for row in words(filtered)[1:]] == ["model.norm", "step"]
     assert "no entry that matches 'modle.*'" in run("show", url, "--filter", "modle.*", status=1).stderr
-
-
-# --- diff ------------------------------------------------------------------------------------------------
-
-
-def test_diff_says_by_its_status_whether_they_are_the_same(root: str) -> None:
-    one, two = save_layers(f"{root}/1", 12), save_layers(f"{root}/2", 12, metrics={"loss": 2.0})
-    same = run("diff", one, two)
-    assert same.stdout.splitlines() == ["0 of 14 entries differ, 14 same", "metric loss: None -> 2.0"]
-    other = save_layers(f"{root}/3", 13, value=2.0)
-    summary, *lines = run("diff", one, other, status=5).stdout.splitlines()
-    assert summary == "13 of 15 entries differ (12 changed, 1 only in B), 2 same"
-    assert words("\n".join(lines))[1:] == [
-        ["model.layers.*.w", "12", "changed", "values", "21.5 KiB"],
-        ["model.layers.12.w", "-", "only in B", "-", "1.8 KiB"],
-    ]
-    assert len(words(run("diff", one, other, "--all", status=5).stdout)) == 1 + 1 + 15
-    for letter in "ab":
-        saved = {f"{letter}{n}": torch.full((1,), float(n)) for n in range(60)}
-        dcp.save(saved, storage_writer=S3StorageWriter(f"{root}/{letter}"), no_dist=True)
-    result = run("diff", f"{root}/a", f"{root}/b", status=5)
-    assert len(words(result.stdout)) == 1 + 1 + 40
-    assert "80 more lines: see --all" in result.stderr
-    assert run("diff", one, other, "--filter", "*.norm").stdout.splitlines() == ["0 of 1 entries differ, 1 same"]
-    found = loads("diff", one, other, status=5)
-    assert (found["status"], len(found["entries"])) == ("changed", 13)
-    assert len(loads("diff", one, other, "--all", status=5)["entries"]) == 15
 
 
 # --- verify ----------------------------------------------------------------------------------------------

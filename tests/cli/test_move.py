@@ -137,12 +137,12 @@ def test_keys_that_are_no_file_names_stay_where_they_are(root: str, s3: Any, tmp
     assert_loads(tmp_path / "in" / "d")
 
 
-# --- export and import -----------------------------------------------------------------------------------
+# --- export ----------------------------------------------------------------------------------------------
 
 WEIGHTS = {"model": {"a": torch.arange(4.0), "b": torch.arange(5.0)}, "optim": {"a": torch.zeros(2)}, "step": 7}
 
 
-def test_export_and_import(root: str, tmp_path: Path) -> None:
+def test_export(root: str, tmp_path: Path) -> None:
     weights.save(WEIGHTS, f"{root}/x")
     rename = ("--include", "model.*", "--rename", "^model[.]=", "--rename", "^b$=c")
     result = run("export", f"{root}/x", tmp_path, *rename, "--dtype", "bf16")
@@ -150,14 +150,8 @@ def test_export_and_import(root: str, tmp_path: Path) -> None:
     assert "left out" not in result.stderr
     expected = {"a": torch.arange(4).bfloat16(), "c": torch.arange(5).bfloat16()}
     assert_same(weights.read((tmp_path / "model.safetensors").read_bytes()), expected)
-    result = run("import", tmp_path, f"{root}/y", "--prefix", "model.", "--rename", "^c$=d")
-    assert f"{root}/y: 2 tensors, 18 B" in result.stderr
-    assert_same(dcp_s3.read_tensors(f"{root}/y"), {"model.a": expected["a"], "model.d": expected["c"]})
-    assert "already" in run("import", tmp_path, f"{root}/y", status=1).stderr
-    run("import", tmp_path, f"{root}/y", "--overwrite")
     assert "is not empty" in run("export", f"{root}/x", tmp_path, status=1).stderr
     run("export", f"{root}/none", tmp_path / "none", status=3)
-    assert "has no weights" in run("import", f"{root}/none", f"{root}/y", status=1).stderr
 
 
 # --- drain -----------------------------------------------------------------------------------------------

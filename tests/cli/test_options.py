@@ -115,7 +115,7 @@ def test_version() -> None:
 
 
 _COMMANDS = (
-    "show {0}", "diff {0} {0}", "verify {0}", "cp {0} copy", "cp {0} s3://another/copy", "export {0} exported",
+    "show {0}", "verify {0}", "cp {0} copy", "cp {0} s3://another/copy", "export {0} exported",
     "pin {0}", "rm {0} --yes", "ls {0}", "ls --latest {0}", "verify {0} --root", "prune {0} latest:1 --yes",
 )  # fmt: skip
 
@@ -172,7 +172,7 @@ def test_the_table_is_in_the_help_and_in_the_documentation() -> None:
     for status, meaning in cli.MEANINGS.items():
         assert f"{status} {meaning}" in shown
         assert f"| {status} | {meaning} |" in page
-    assert set(cli.MEANINGS) == {*range(6), 130}
+    assert set(cli.MEANINGS) == {*range(5), 130}
 
 
 # --- retries -----------------------------------------------------------------------------------------------
@@ -303,7 +303,7 @@ def _imported(commands: list[list[str]]) -> dict[str, set[str]]:
 
 def test_help_imports_nothing_heavy() -> None:
     commands = sorted(get_command(app).commands)  # type: ignore[attr-defined]
-    assert {"ls", "show", "verify", "drain", "prune", "import"} <= set(commands)
+    assert {"ls", "show", "verify", "drain", "prune", "export"} <= set(commands)
     found = _imported([["--help"], ["--version"], *([name, "--help"] for name in commands)])
     assert "dcp_s3.cli.main" in found["--help"]
     loaded = set().union(*found.values())

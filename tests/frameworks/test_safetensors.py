@@ -1,4 +1,4 @@
-"""Export, import and loads of weights with Hugging Face's own libraries."""
+"""Export and loads of weights with Hugging Face's own libraries."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import safetensors
 import torch
-import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -55,15 +54,14 @@ def test_a_model_of_transformers(root: str, tmp_path: Path, shard: str) -> None:
 
 @pytest.mark.parametrize("tied", [True, False])  # tied: without lm_head.weight
 @pytest.mark.parametrize("shard", ["5GB", "20KB"])
-def test_what_transformers_saved_is_trained_on(root: str, tmp_path: Path, shard: str, tied: bool) -> None:
+def test_what_transformers_saved_is_trained_on(root: str, s3: Any, tmp_path: Path, shard: str, tied: bool) -> None:
     theirs = tiny(tie_word_embeddings=tied)
     theirs.save_pretrained(tmp_path, max_shard_size=shard)
     assert (tmp_path / "model.safetensors.index.json").exists() == (shard == "20KB")
-    dcp_s3.import_weights(tmp_path, f"{root}/x", prefix="model.")
+    upload(s3, tmp_path, f"{root}/hf")
     torch.manual_seed(6)
     ours = AutoModelForCausalLM.from_config(theirs.config)
-    state = {"model": ours.state_dict()}
-    dcp.load(state, storage_reader=dcp_s3.S3StorageReader(f"{root}/x"), planner=dcp_s3.S3LoadPlanner())
+    dcp_s3.load_safetensors(f"{root}/hf", {"model": ours.state_dict()}, prefix="model.")
     assert_same(dict(ours.state_dict()), dict(theirs.state_dict()))
 
 

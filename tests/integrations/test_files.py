@@ -274,7 +274,7 @@ def test_what_earlier_attempts_left_goes_with_the_checkpoint() -> None:
 
 
 @pytest.mark.servers("memory")
-def test_copies_and_comparisons_look_at_files(root: str) -> None:
+def test_copies_look_at_files(root: str) -> None:
     store = store_of(parse_url(root), Settings())
     urls = [parse_url(f"{root}/step-{number}") for number in range(3)]
     for url, nonce in zip(urls, ["a", "a", "b"], strict=True):
@@ -283,7 +283,6 @@ def test_copies_and_comparisons_look_at_files(root: str) -> None:
         store.put(url.key("model_0.pt"), data)
         entry = ObjectEntry("model_0.pt", len(data), crc_hex(crc64nvme(data)))
         publish_files(store, url, 0, 1, nonce, [entry], 30)
-    assert [dcp_s3.diff(str(urls[0]), str(each)).same for each in urls] == [True, True, False]
     dcp_s3.copy(str(urls[0]), str(urls[2]), overwrite=True)
     assert store.get(urls[2].key("model_0.pt")).data == b"a"
     assert dcp_s3.verify(str(urls[2]), full=True).ok
