@@ -148,6 +148,6 @@ class InTurn(Workers):
     def join(self) -> None:
         """Wait until all submitted tasks are done."""
         with self._changed:
-            threads = self._threads
+            threads = [each for each in self._threads if each.ident is not None]
         for thread in threads:
             thread.join()

@@ -243,9 +243,9 @@ def _make_default_dict(factory: Allowed | None = None) -> dict[Any, Any]:
     return {}
 
 
-def _known(values: Mapping[Any, Any], value: Any) -> Any:
+def _known(values: Mapping[Any, Any], value: Any, name: str = "{}") -> Any:
     if value not in values:  # of a later torch
-        raise UnsafeGlobalError(str(value))
+        raise UnsafeGlobalError(name.format(value))
     return values[value]
 
 
@@ -331,8 +331,10 @@ def _set_properties(mirror: Mirror, state: Any) -> None:
     vars(mirror).update(vars(make_properties(state)))
 
 
-def _get_member(of: Any, name: Any) -> Any:
+def _get_member(*arguments: Any) -> Any:
     """The first releases of Python 3.11 pickle a member of an enumeration as ``getattr`` of its class."""
+    expect(len(arguments) == 2 and type(arguments[1]) is str, "builtins.getattr")
+    of, name = arguments
     if of is Opaque:
         return Opaque()
     if not isinstance(of, Allowed) or of.name not in _ENCODINGS or name not in _MEMORY_FORMAT.__members__:
@@ -376,8 +378,8 @@ METADATA: dict[str, Any] = {
     _DCP + "filesystem._StoragePrefix": Opaque,
     _MEGATRON + "MCoreSavePlan": Opaque,
     **table(
-        *((enum, functools.partial(_known, {each.value: each.value for each in _MEMORY_FORMAT}), (int,))
-          for enum in _ENCODINGS),
+        *((enum, functools.partial(_known, {each.value: each.value for each in _MEMORY_FORMAT}, name=f"{enum}({{}})"),
+           (int,)) for enum in _ENCODINGS),
         ("builtins.getattr", _get_member),
     ),
 }  # fmt: skip
