@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -248,3 +249,62 @@ def test_a_copy_is_never_of_two_saves(
         assert ".metadata" not in keys(s3_of, _COPY)
         copy(_URL, destination)
         assert _values(S3StorageReader(_COPY)) == {2.0}
+
+
+def _put_without_save_id(s3: Any, url: str, directory: Path, value: float) -> Path:
+    """As torch saved before 2.3: ``.metadata`` is the same for all values."""
+    directory.mkdir()
+    _put_foreign(s3, url, directory, value)
+    metadata = pickle.loads((directory / ".metadata").read_bytes())
+    metadata.storage_meta = None
+    (directory / ".metadata").write_bytes(pickle.dumps(metadata))
+    put(s3, url, ".metadata", (directory / ".metadata").read_bytes())
+    return directory
+
+
+@pytest.mark.servers("memory")
+def test_another_save_with_the_same_metadata_is_not_overwritten(
+    faulty: FaultyServer, s3_of: Any, tmp_path: Path
+) -> None:
+    _put_without_save_id(s3_of, _URL, tmp_path / "1", 1.0)
+    there = _put_without_save_id(s3_of, _COPY, tmp_path / "2", 2.0)
+    for destination in (_COPY, there):
+        with pytest.raises(errors.CheckpointExistsError):
+            copy(_URL, destination)
+    assert _values(S3StorageReader(_COPY)) == _values(dcp.FileSystemReader(there)) == {2.0}
+    for destination in (_COPY, there):
+        copy(_URL, destination, True)
+    assert _values(S3StorageReader(_COPY)) == _values(dcp.FileSystemReader(there)) == {1.0}
+
+
+@pytest.mark.servers("memory")
+def test_a_good_copy_is_recognized_without_checksums_of_the_store(
+    faulty: FaultyServer, s3_of: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dcp_s3.offline.copy.BLOCK", 100)  # larger ones are not compared whole
+    head = S3Store.head
+    monkeypatch.setattr(S3Store, "head", lambda self, key, **_: head(self, key))
+    _put_without_save_id(s3_of, _URL, tmp_path / "1", 1.0)
+    copy(_URL, _COPY)
+    faulty.once("CopyObject", Fault.error(403, "AccessDenied"))
+    assert copy(_URL, _COPY).moved == 0
+    assert _values(S3StorageReader(_COPY)) == {1.0}
+
+
+@pytest.mark.servers("memory")
+def test_what_is_saved_there_meanwhile_is_not_deleted(
+    faulty: FaultyServer, s3_of: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy(save(_URL), _COPY)
+    delete(s3_of, _COPY, next(path for path in keys(s3_of, _COPY) if path.endswith(".distcp")))
+    remove = S3Store.delete
+
+    def save_before(self: S3Store, targets: Any) -> Any:
+        monkeypatch.setattr(S3Store, "delete", remove)
+        save(_COPY, overwrite=True)
+        return remove(self, targets)
+
+    monkeypatch.setattr(S3Store, "delete", save_before)
+    with pytest.raises(errors.CheckpointExistsError):
+        copy(_URL, _COPY)
+    assert_loads(_COPY, state())
