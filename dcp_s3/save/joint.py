@@ -106,7 +106,10 @@ class JointSave(Save):
             except FailedError as error:
                 failed = error
         if failed is not None:
-            self._go_on(error=failed)
+            try:
+                self._go_on(error=failed)
+            finally:
+                failed = None  # its traceback has this frame, and so the state
         self._tell_written(self._results, time.monotonic() - began)
         return self._results
 

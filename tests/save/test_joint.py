@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -21,6 +23,7 @@ from dcp_s3.checkpoint.look import inspect
 from dcp_s3.coordination.identity import Attempt
 from dcp_s3.coordination.processes import count_of, settle_saves
 from dcp_s3.coordination.values import OPEN
+from dcp_s3.failures import called_by_dcp, without_tracebacks
 from dcp_s3.format.layout import METADATA
 from dcp_s3.format.metadata import load_metadata
 from dcp_s3.retention.prune import prune
@@ -110,6 +113,27 @@ def test_an_interrupt_while_data_moves_ends_the_save_for_all_and_leaves_no_threa
         _save(1, interrupt)
     other.join(60)
     assert "rank 1: KeyboardInterrupt" in told[0]
+
+
+def test_nothing_of_the_state_is_left_of_a_write_that_has_failed(store: MemoryStore) -> None:
+    def refused(*_: Any, **__: Any) -> Any:
+        raise errors.AccessDeniedError("no")
+
+    made, planner = JointSave(URL, "", SETTINGS, attempt=_attempt(0), of_step=1), DefaultSavePlanner()
+    made._upload = refused  # type: ignore[method-assign]
+    planner.set_up_planner({name: torch.ones(3) for name in NAMES}, None, True)
+    plan = made.prepare_local_plan(planner.create_local_plan())
+    left = weakref.ref(planner)
+    gc.collect()
+    gc.disable()  # whoever trains may have done so
+    try:
+        with pytest.raises(errors.AccessDeniedError) as caught:
+            called_by_dcp(JointSave.write_data)(made, plan, planner)
+        without_tracebacks(caught.value)
+        del planner, caught
+        assert left() is None
+    finally:
+        gc.enable()
 
 
 def test_a_save_of_one_rank_is_not_remembered() -> None:
