@@ -235,8 +235,9 @@ class JointSave(Save):
             raise verdict_error(self.url, verdict, self._driver.claim, nonce, self._driver.error)
         self._was_committed = True
         try:
-            self.save_id = find_save_id(self._s3, self._identity) or ""
-            self._identity = SaveIdentity(self.url, self.save_id)
+            found_id = find_save_id(self._s3, self._identity) or ""
+            if found_id.startswith(nonce or ""):  # and nobody has replaced it since
+                self.save_id, self._identity = found_id, SaveIdentity(self.url, found_id)
             if self.rank != 0:
                 return None
             manifest = Manifest.from_json(self._s3.get(self._identity.manifest_key).data)
