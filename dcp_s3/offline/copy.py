@@ -154,6 +154,8 @@ class _Copy:
             raise _damaged(where, damage)
         self.attachments = attachments_of(entries)
         """Attachments by name, which is the relative path of a plain copy. Of several with one name, the first."""
+        self.needed = needed.keys()
+        """Relative paths of what it cannot be loaded without, and of attachments."""
         belong = needed.keys() | manifests.keys()
         self.files: dict[str, int] = {}
         """Bytes of everything else that belongs to it, by relative path, without the plain copies of attachments."""
@@ -202,7 +204,7 @@ class _Copy:
 
         # A checkpoint that is to be replaced stays until the commit, if no name is of both.
         of_both = bool(old.keys & set(map(target.key, wanted))) or not commits == [METADATA] == [*self.commits]
-        lost = [path for path in wanted if classify(path).what not in _BESIDES]  # of a copy that was committed once
+        lost = [path for path in wanted if path in self.needed]  # of a copy that was committed once
         if commits and is_ours and self.is_anonymous and not overwrite and not there.keys().isdisjoint(lost):
             raise exists  # other data: it is of another save
         if commits and (lost if is_ours else target.url is None or of_both):

@@ -26,7 +26,7 @@ from tests.faulty import BUCKET, FaultyServer, close_clients
 from tests.killing import AtRequest, begin, kill_all, new_process, running, wait_until_quiet
 from tests.memory_s3 import Fault
 from tests.objects import separate_objects
-from tests.retention.making import delete, get, keys, put, save, save_foreign, save_on_ranks, state
+from tests.retention.making import delete, get, is_manifest, keys, put, save, save_foreign, save_on_ranks, state
 
 _URL, _COPY = f"s3://{BUCKET}/run/step-1", f"s3://{BUCKET}/copies/step-1"
 
@@ -110,6 +110,18 @@ def test_a_copy_that_lost_data_is_no_checkpoint_until_it_is_whole_again(faulty: 
     assert ".metadata" not in keys(s3_of, _COPY)
     copy(_URL, _COPY)
     assert_loads(_COPY, state())
+
+
+@pytest.mark.servers("memory")
+def test_a_copy_that_lost_its_manifest_stays_a_checkpoint(faulty: FaultyServer, s3_of: Any) -> None:
+    copy(save(_URL), _COPY)
+    delete(s3_of, _COPY, next(path for path in keys(s3_of, _COPY) if is_manifest(path)))
+    faulty.once("PutObject", Fault.error(403, "AccessDenied"), key="manifest")
+    with pytest.raises(errors.AccessDeniedError):
+        copy(_URL, _COPY)
+    assert_loads(_COPY, state())
+    copy(_URL, _COPY)
+    assert keys(s3_of, _COPY) == keys(s3_of, _URL)
 
 
 @pytest.mark.servers("memory")
