@@ -126,8 +126,9 @@ class Deleter:
         needed: set[str] = set()
         for rank in directory.committing:
             if manifest := found.manifests.get(rank):
-                needed |= {directory.manifests[rank][manifest.save_id].path, *manifest.attachments}
-                needed.update(entry.path for entry in manifest.objects)
+                needed |= {*manifest.attachments, *(entry.path for entry in manifest.objects)}
+                if own := directory.manifests[rank].get(manifest.save_id):  # its name may say another id
+                    needed.add(own.path)
                 continue
             try:
                 metadata = check_metadata(self.store.get(directory.commits[rank].key), url, rank)

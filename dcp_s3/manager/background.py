@@ -18,6 +18,7 @@ from dcp_s3.settings import Settings
 logger = logging.getLogger(__name__)
 
 _SLICE = 1.0  # seconds between checks whether a commit is done, or no longer awaited
+_FAILED = "retention under %s failed and is tried again after the next save; nothing else is affected"
 WaitCommitted = Callable[[float], None]
 """Waits at most this many seconds for a save to be committed. TimeoutError: it is not committed yet."""
 
@@ -85,13 +86,15 @@ class BackgroundRetention:
             except DcpS3Error as error:  # it will not be committed
                 logger.warning("retention under %s waits for the next save: %s", self._root, error)
                 continue
+            except Exception:
+                logger.exception(_FAILED, self._root)
+                continue
             try:
                 self._prune(self._raise_if_stopped)
             except Stopped:
                 pass
             except Exception:
-                what = "retention under %s failed and is tried again after the next save; nothing else is affected"
-                logger.exception(what, self._root)
+                logger.exception(_FAILED, self._root)
 
     def _raise_if_stopped(self) -> None:
         if self._stop.is_set():

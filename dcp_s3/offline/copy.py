@@ -27,7 +27,7 @@ from dcp_s3.memory import Piece, crc64nvme, crc_hex
 from dcp_s3.offline.place import OnProgress, OnTotal, Place, ahead
 from dcp_s3.s3.multipart import MAX_PARTS
 from dcp_s3.settings import SettingsLike, resolve_settings
-from dcp_s3.store import ABSENT, Expect, Store, same_etag
+from dcp_s3.store import ABSENT, DeleteTarget, Expect, Store, same_etag
 from dcp_s3.stores.directory import HIDDEN
 from dcp_s3.url import URLLike, is_s3_url, parse_url
 
@@ -113,6 +113,8 @@ class _Copy:
         """Bytes of ``.metadata``, or of every ``__{rank}.metadata``, by relative path."""
         self.save_ids: dict[str, str] = {}
         """Ids of the saves of these commits, as far as their manifests are there."""
+        self.is_anonymous = False
+        """Whether a commit has no id of its save: that of another one may have the same bytes."""
         where, listed = origin.name, origin.objects()
         directory = Directory.of_sizes({path: each.size for path, each in listed.items()})
         if not directory.commits:
@@ -130,6 +132,7 @@ class _Copy:
             for path, size in needed_objects(metadata).items():
                 needed[path] = max(size, needed.get(path, 0))
             save_id = stored.metadata.get(SAVE_ID_KEY) or str(getattr(metadata.storage_meta, "save_id", None))
+            self.is_anonymous |= save_id in ("", "None")
             path = manifest_object(save_id, rank)
             if path not in directory.objects:
                 continue
@@ -151,6 +154,8 @@ class _Copy:
             raise _damaged(where, damage)
         self.attachments = attachments_of(entries)
         """Attachments by name, which is the relative path of a plain copy. Of several with one name, the first."""
+        self.needed = needed.keys()
+        """Relative paths of what it cannot be loaded without, and of attachments."""
         belong = needed.keys() | manifests.keys()
         self.files: dict[str, int] = {}
         """Bytes of everything else that belongs to it, by relative path, without the plain copies of attachments."""
@@ -180,28 +185,31 @@ class _Copy:
                 if path not in commits
             )
         )
-        if not is_ours and not overwrite and target.url:
-            raise exists_error(target.url)
+        exists = errors.CheckpointExistsError(
+            f"{target.name} is not empty, and holds no unfinished download of {self.origin.name}. Remedy: give "
+            "another directory, empty this one, or pass overwrite=True",
+            url=self.origin.name,
+        )
+        exists = exists_error(target.url) if target.url else exists
         if not is_ours and not overwrite:
-            raise errors.CheckpointExistsError(
-                f"{target.name} is not empty, and holds no unfinished download of {self.origin.name}. Remedy: give "
-                "another directory, empty this one, or pass overwrite=True",
-                url=self.origin.name,
-            )
+            raise exists
         old = Previous() if is_ours or not target.url else find_previous(target.store, SaveIdentity(target.url, ""))
 
         # Of the two stores, the one on S3 does many things at once; of two on S3, the one that writes.
         remote = self.origin.store if target.url is None else target.store
         same_size = [path for path, size in self.files.items() if path in there and there[path].size == size]
-        same = remote.map(lambda _, path: self._is_same(path), same_size)
+        same = remote.map(lambda _, path: self._is_same(path, committed=bool(commits)), same_size)
         finished = {path for path, is_same in zip(same_size, same, strict=True) if is_same}
         wanted = {path: size for path, size in self.files.items() if path not in finished}
 
         # A checkpoint that is to be replaced stays until the commit, if no name is of both.
         of_both = bool(old.keys & set(map(target.key, wanted))) or not commits == [METADATA] == [*self.commits]
-        lost = any(classify(path).what not in _BESIDES for path in wanted)  # of a copy that was committed once
+        lost = [path for path in wanted if path in self.needed]  # of a copy that was committed once
+        if commits and is_ours and self.is_anonymous and not overwrite and not there.keys().isdisjoint(lost):
+            raise exists  # other data: it is of another save
         if commits and (lost if is_ours else target.url is None or of_both):
-            target.store.delete(map(target.key, commits))
+            if target.store.delete([DeleteTarget(there[each].key, there[each].etag) for each in commits]):
+                raise exists  # somebody has saved there since
             old = replace(old, etag=None)
         for unfinished in () if target.url else Path(target.name).rglob(f"{HIDDEN}*"):
             unfinished.unlink(missing_ok=True)
@@ -232,16 +240,29 @@ class _Copy:
         target.store.delete(sorted(old.keys - set(map(target.key, needed))))
         return CopyResult(len(written), sum(written.values()), sum(wanted.values()))
 
-    def _is_same(self, path: str) -> bool:
-        """Whether a file of the right size is the one that is to be copied: an earlier call has copied it."""
+    def _is_same(self, path: str, *, committed: bool) -> bool:
+        """Whether a file of the right size is the one that is to be copied: an earlier call has copied it. False if
+        that is not known, unless it is of a copy that is ``committed``, which would be lost by that."""
         origin, target = self.origin, self.target
         crc = self.crcs.get(path)
         if crc is None and self.files[path] <= BLOCK:
             return origin.store.get(origin.key(path)).data == target.store.get(target.key(path)).data
         expected = crc or origin.store.head(origin.key(path), checksum=True).crc64nvme
         found = target.store.head(target.key(path), checksum=True).crc64nvme
+        if None not in (expected, found):
+            return found == expected
         # Without a checksum of the store: a name with a nonce is of one save only.
-        return bool(classify(path).nonce) if None in (expected, found) else found == expected
+        return bool(classify(path).nonce) or (committed and self._has_same_bytes(path))
+
+    def _has_same_bytes(self, path: str) -> bool:
+        with self.streams:
+            for start in range(0, self.files[path], BLOCK):
+                blocks = [bytearray(min(BLOCK, self.files[path] - start)) for _ in range(2)]
+                for place, block in zip((self.origin, self.target), blocks, strict=True):
+                    place.store.read(place.key(path), start, memoryview(block))
+                if blocks[0] != blocks[1]:
+                    return False
+        return True
 
     def _move(self, bounded: Store, path: str) -> None:
         """Copy a file, and compare the copy with what was recorded, as far as the store tells."""

@@ -106,7 +106,10 @@ class JointSave(Save):
             except FailedError as error:
                 failed = error
         if failed is not None:
-            self._go_on(error=failed)
+            try:
+                self._go_on(error=failed)
+            finally:
+                failed = None  # its traceback has this frame, and so the state
         self._tell_written(self._results, time.monotonic() - began)
         return self._results
 
@@ -232,8 +235,9 @@ class JointSave(Save):
             raise verdict_error(self.url, verdict, self._driver.claim, nonce, self._driver.error)
         self._was_committed = True
         try:
-            self.save_id = find_save_id(self._s3, self._identity) or ""
-            self._identity = SaveIdentity(self.url, self.save_id)
+            found_id = find_save_id(self._s3, self._identity) or ""
+            if found_id.startswith(nonce or ""):  # and nobody has replaced it since
+                self.save_id, self._identity = found_id, SaveIdentity(self.url, found_id)
             if self.rank != 0:
                 return None
             manifest = Manifest.from_json(self._s3.get(self._identity.manifest_key).data)

@@ -130,6 +130,26 @@ def test_saves_that_commit_while_a_prune_runs_share_the_next_one() -> None:
     assert prune.calls == 2
 
 
+def test_a_wait_that_fails_for_any_reason_does_not_end_retention() -> None:
+    prune, waited = StandInPrune(), threading.Event()
+
+    def fails(_: float) -> None:
+        waited.set()
+        raise OSError("the disk cannot be read")
+
+    retention = BackgroundRetention(prune, ROOT)
+    retention.saved(fails)
+    assert waited.wait(60)
+    assert retention.close(60)
+    retention = BackgroundRetention(prune, ROOT)
+    waited.clear()
+    retention.saved(fails)
+    assert waited.wait(60)
+    retention.saved(committed)
+    assert retention.close(60)
+    assert prune.calls == 1
+
+
 def test_a_save_that_can_not_be_committed_deletes_nothing() -> None:
     prune = StandInPrune()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -25,7 +26,7 @@ from tests.faulty import BUCKET, FaultyServer, close_clients
 from tests.killing import AtRequest, begin, kill_all, new_process, running, wait_until_quiet
 from tests.memory_s3 import Fault
 from tests.objects import separate_objects
-from tests.retention.making import delete, get, keys, put, save, save_foreign, save_on_ranks, state
+from tests.retention.making import delete, get, is_manifest, keys, put, save, save_foreign, save_on_ranks, state
 
 _URL, _COPY = f"s3://{BUCKET}/run/step-1", f"s3://{BUCKET}/copies/step-1"
 
@@ -109,6 +110,18 @@ def test_a_copy_that_lost_data_is_no_checkpoint_until_it_is_whole_again(faulty: 
     assert ".metadata" not in keys(s3_of, _COPY)
     copy(_URL, _COPY)
     assert_loads(_COPY, state())
+
+
+@pytest.mark.servers("memory")
+def test_a_copy_that_lost_its_manifest_stays_a_checkpoint(faulty: FaultyServer, s3_of: Any) -> None:
+    copy(save(_URL), _COPY)
+    delete(s3_of, _COPY, next(path for path in keys(s3_of, _COPY) if is_manifest(path)))
+    faulty.once("PutObject", Fault.error(403, "AccessDenied"), key="manifest")
+    with pytest.raises(errors.AccessDeniedError):
+        copy(_URL, _COPY)
+    assert_loads(_COPY, state())
+    copy(_URL, _COPY)
+    assert keys(s3_of, _COPY) == keys(s3_of, _URL)
 
 
 @pytest.mark.servers("memory")
@@ -248,3 +261,62 @@ def test_a_copy_is_never_of_two_saves(
         assert ".metadata" not in keys(s3_of, _COPY)
         copy(_URL, destination)
         assert _values(S3StorageReader(_COPY)) == {2.0}
+
+
+def _put_without_save_id(s3: Any, url: str, directory: Path, value: float) -> Path:
+    """As torch saved before 2.3: ``.metadata`` is the same for all values."""
+    directory.mkdir()
+    _put_foreign(s3, url, directory, value)
+    metadata = pickle.loads((directory / ".metadata").read_bytes())
+    metadata.storage_meta = None
+    (directory / ".metadata").write_bytes(pickle.dumps(metadata))
+    put(s3, url, ".metadata", (directory / ".metadata").read_bytes())
+    return directory
+
+
+@pytest.mark.servers("memory")
+def test_another_save_with_the_same_metadata_is_not_overwritten(
+    faulty: FaultyServer, s3_of: Any, tmp_path: Path
+) -> None:
+    _put_without_save_id(s3_of, _URL, tmp_path / "1", 1.0)
+    there = _put_without_save_id(s3_of, _COPY, tmp_path / "2", 2.0)
+    for destination in (_COPY, there):
+        with pytest.raises(errors.CheckpointExistsError):
+            copy(_URL, destination)
+    assert _values(S3StorageReader(_COPY)) == _values(dcp.FileSystemReader(there)) == {2.0}
+    for destination in (_COPY, there):
+        copy(_URL, destination, True)
+    assert _values(S3StorageReader(_COPY)) == _values(dcp.FileSystemReader(there)) == {1.0}
+
+
+@pytest.mark.servers("memory")
+def test_a_good_copy_is_recognized_without_checksums_of_the_store(
+    faulty: FaultyServer, s3_of: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dcp_s3.offline.copy.BLOCK", 100)  # larger ones are not compared whole
+    head = S3Store.head
+    monkeypatch.setattr(S3Store, "head", lambda self, key, **_: head(self, key))
+    _put_without_save_id(s3_of, _URL, tmp_path / "1", 1.0)
+    copy(_URL, _COPY)
+    faulty.once("CopyObject", Fault.error(403, "AccessDenied"))
+    assert copy(_URL, _COPY).moved == 0
+    assert _values(S3StorageReader(_COPY)) == {1.0}
+
+
+@pytest.mark.servers("memory")
+def test_what_is_saved_there_meanwhile_is_not_deleted(
+    faulty: FaultyServer, s3_of: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy(save(_URL), _COPY)
+    delete(s3_of, _COPY, next(path for path in keys(s3_of, _COPY) if path.endswith(".distcp")))
+    remove = S3Store.delete
+
+    def save_before(self: S3Store, targets: Any) -> Any:
+        monkeypatch.setattr(S3Store, "delete", remove)
+        save(_COPY, overwrite=True)
+        return remove(self, targets)
+
+    monkeypatch.setattr(S3Store, "delete", save_before)
+    with pytest.raises(errors.CheckpointExistsError):
+        copy(_URL, _COPY)
+    assert_loads(_COPY, state())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -121,6 +122,13 @@ def test_leftovers_and_uploads_go_after_the_grace_period(run: Run) -> None:
     assert run.objects("step-0") == {}
     assert run.names() == ["step-1"]
     assert run.latest() is not None
+
+
+def test_a_manifest_whose_name_says_another_id_stops_no_prune(run: Run) -> None:
+    run.steps(1, 2, 3)
+    key = run.url("step-1").key(run.manifests("step-1")[0])
+    run.memory.put(key, json.dumps(json.loads(run.memory.get(key).data) | {"save_id": "ab" * 12}).encode())
+    assert "step-2" in deleted(run.prune("latest:1"))
 
 
 def test_one_that_fails_does_not_stop_the_others(run: Run) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -21,11 +24,13 @@ from dcp_s3.checkpoint.look import inspect
 from dcp_s3.coordination.identity import Attempt
 from dcp_s3.coordination.processes import count_of, settle_saves
 from dcp_s3.coordination.values import OPEN
-from dcp_s3.format.layout import METADATA
+from dcp_s3.failures import called_by_dcp, without_tracebacks
+from dcp_s3.format.layout import METADATA, new_save_id
 from dcp_s3.format.metadata import load_metadata
 from dcp_s3.retention.prune import prune
 from dcp_s3.save import joint, save
 from dcp_s3.save.joint import JointSave, begin_joint_save
+from dcp_s3.save.save import Save
 from dcp_s3.settings import resolve_settings
 from dcp_s3.url import parse_url
 from tests.memory_store import MemoryStore
@@ -51,6 +56,14 @@ def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[MemoryStore]:
 
 def _attempt(rank: int, world_size: int = 2) -> Attempt:
     return Attempt("run", (0,), "token", 10.0, world_size, rank)
+
+
+def _save_alone(made: Save) -> None:
+    planner = DefaultSavePlanner()
+    planner.set_up_planner({name: torch.ones(3) for name in NAMES}, None, True)
+    plan = made.prepare_local_plan(planner.create_local_plan())
+    plans, metadata = planner.create_global_plan([plan])
+    made.finish(metadata, [made.write_data(planner.finish_plan(plans[0]), planner)])
 
 
 def _save(rank: int, upload: Callable[[JointSave], Any] = lambda _: None) -> JointSave:
@@ -110,6 +123,51 @@ def test_an_interrupt_while_data_moves_ends_the_save_for_all_and_leaves_no_threa
         _save(1, interrupt)
     other.join(60)
     assert "rank 1: KeyboardInterrupt" in told[0]
+
+
+def test_nothing_of_the_state_is_left_of_a_write_that_has_failed(store: MemoryStore) -> None:
+    def refused(*_: Any, **__: Any) -> Any:
+        raise errors.AccessDeniedError("no")
+
+    made, planner = JointSave(URL, "", SETTINGS, attempt=_attempt(0), of_step=1), DefaultSavePlanner()
+    made._upload = refused  # type: ignore[method-assign]
+    planner.set_up_planner({name: torch.ones(3) for name in NAMES}, None, True)
+    plan = made.prepare_local_plan(planner.create_local_plan())
+    left = weakref.ref(planner)
+    gc.collect()
+    gc.disable()  # whoever trains may have done so
+    try:
+        with pytest.raises(errors.AccessDeniedError) as caught:
+            called_by_dcp(JointSave.write_data)(made, plan, planner)
+        without_tracebacks(caught.value)
+        del planner, caught
+        assert left() is None
+    finally:
+        gc.enable()
+
+
+def test_what_replaces_a_save_at_once_is_not_taken_for_it(store: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    find, replacing = joint.find_save_id, threading.Lock()
+
+    def replace_first(*arguments: Any) -> str | None:
+        made = threading.current_thread() is threading.main_thread()
+        if made and replacing.acquire(blocking=False):
+            _save_alone(Save(URL, new_save_id(), SETTINGS, overwrite=True))
+        return find(*arguments)
+
+    monkeypatch.setattr(JointSave, "clean", lambda *_: None)
+    monkeypatch.setattr(joint, "find_save_id", replace_first)
+
+    def save_other() -> None:
+        with contextlib.suppress(errors.DcpS3Error):  # it may come to its end after that
+            _save(0)
+
+    other = threading.Thread(target=save_other)
+    other.start()
+    made = _save(1)
+    other.join(60)
+    with pytest.raises(errors.CheckpointError, match="replaced"):
+        made.is_committed()
 
 
 def test_a_save_of_one_rank_is_not_remembered() -> None:
