@@ -346,7 +346,8 @@ def find_late(transfers: Sequence[Transfer]) -> list[int]:
                 item, stored = transfers[number].item, transfers[number].stored
                 place = start, stop, item.dest_offsets, item.lengths, item.storage_offsets
                 contents.setdefault(item.dest_index.fqn, []).append((place, stored.sizes, stored.crc))
-            if len(set(map(tuple, contents.values()))) > 1 or any(transfers[number].stored.crc is None for number in numbers):
+            known = all(transfers[number].stored.crc is not None for number in numbers)
+            if len(set(map(tuple, contents.values()))) > 1 or not known:
                 first = transfers[numbers[0]].item.dest_index.fqn
                 late += dropwhile(lambda number: transfers[number].item.dest_index.fqn == first, numbers)  # noqa: B023
             group, end = [], -math.inf
