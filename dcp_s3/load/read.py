@@ -342,9 +342,9 @@ def find_late(transfers: Sequence[Transfer]) -> list[int]:
         if span[0] >= end:
             numbers = sorted(number for _, _, number in group)
             contents: dict[str, list[object]] = {}  # of each entry: its items may lie between those of another
-            for start, stop, number in sorted(group, key=itemgetter(2)):
+            for low, high, number in sorted(group, key=itemgetter(2)):
                 item, stored = transfers[number].item, transfers[number].stored
-                place = start, stop, item.dest_offsets, item.lengths, item.storage_offsets
+                place = low, high, item.dest_offsets, item.lengths, item.storage_offsets
                 contents.setdefault(item.dest_index.fqn, []).append((place, stored.sizes, stored.crc))
             known = all(transfers[number].stored.crc is not None for number in numbers)
             if len(set(map(tuple, contents.values()))) > 1 or not known:
