@@ -150,4 +150,5 @@ class InTurn(Workers):
         with self._changed:
             threads = [each for each in self._threads if each.ident is not None]
         for thread in threads:
-            thread.join()
+            if thread.ident is not None:  # it could not be started
+                thread.join()

@@ -85,6 +85,7 @@ def test_where_no_thread_can_be_started_the_error_says_what_to_raise_and_a_pool_
         for none in (Workers(2, "dcp_s3-none"), InTurn("dcp_s3-none")):
             with pytest.raises(DcpS3Error, match=r"dcp_s3-none.*can't start new thread.*Remedy: raise it \(ulimit -u"):
                 none.submit(print)
+            none.join() if isinstance(none, InTurn) else none.close()
         later = workers.submit(divmod, 7, 2)
     go_on.set()
     assert (running.result(60), later.result(60)) == (True, (3, 1))

@@ -212,6 +212,12 @@ class ReadStream(io.RawIOBase):
         self._position += count
         return count
 
+    def readall(self) -> bytes:
+        """The rest, in one request: the default one reads 8 KiB at a time."""
+        data = bytearray(max(0, self._file.size - self._position))
+        self.readinto(data)
+        return bytes(data)
+
 
 # --- records --------------------------------------------------------------------------------------------
 

@@ -94,7 +94,7 @@ class S3Checkpoints(_AnyTrainer):
                 "after the training (CheckpointManager.restore of the step 'best')"
             )
         policy, metric = self.retention, self.args.metric_for_best_model
-        if policy is None and limit:
+        if policy is None and limit and limit > 0:
             policy = f"latest:{limit}"
             if metric is not None:
                 mode = "max" if self.args.greater_is_better else "min"

@@ -191,8 +191,9 @@ class Exchange(Messages):
                 while self.failure is None and len(fetches) < len(pieces):
                     size = pieces[len(fetches)].nbytes
                     if held == 0 or held + size <= limit:
-                        fetches.append(pool.submit(pieces[len(fetches)].fetch, self._fetcher))
-                        held += size
+                        with self._reporting():  # no thread can be started
+                            fetches.append(pool.submit(pieces[len(fetches)].fetch, self._fetcher))
+                            held += size
                     elif len(fetches) <= index:
                         retire()  # everything held is posted, so there is one
                     else:

@@ -13,6 +13,7 @@ import math
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from itertools import dropwhile
+from operator import itemgetter
 from typing import cast
 
 import torch
@@ -340,11 +341,13 @@ def find_late(transfers: Sequence[Transfer]) -> list[int]:
     for span in [*sorted(spans), (math.inf, math.inf, -1)]:
         if span[0] >= end:
             numbers = sorted(number for _, _, number in group)
-            contents = {
-                (start, stop, t.item.dest_offsets, t.item.lengths, t.item.storage_offsets, t.stored.sizes, t.stored.crc)
-                for (start, stop, _), t in [(each, transfers[each[2]]) for each in group]
-            }
-            if len(contents) > 1 or any(transfers[number].stored.crc is None for number in numbers):
+            contents: dict[str, list[object]] = {}  # of each entry: its items may lie between those of another
+            for low, high, number in sorted(group, key=itemgetter(2)):
+                item, stored = transfers[number].item, transfers[number].stored
+                place = low, high, item.dest_offsets, item.lengths, item.storage_offsets
+                contents.setdefault(item.dest_index.fqn, []).append((place, stored.sizes, stored.crc))
+            known = all(transfers[number].stored.crc is not None for number in numbers)
+            if len(set(map(tuple, contents.values()))) > 1 or not known:
                 first = transfers[numbers[0]].item.dest_index.fqn
                 late += dropwhile(lambda number: transfers[number].item.dest_index.fqn == first, numbers)  # noqa: B023
             group, end = [], -math.inf

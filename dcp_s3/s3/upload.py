@@ -212,8 +212,9 @@ class Uploader(Batch):
         """Send a part, or the whole object if there is no multipart upload. The memory of the pieces is released."""
         store, key, size = upload.store, upload.key, sum(piece.size for piece in pieces)
         settings, patience, started = store.settings, store.limit.patience if self.isolated else None, time.monotonic()
-        views = [piece.view for piece in pieces if piece.view is not None]
-        body = GatherBody(views, patience=patience, moved=self.tuning.moved)
+        body = GatherBody(  # the views in no variable: an error's traceback would keep their memory
+            [piece.view for piece in pieces if piece.view is not None], patience=patience, moved=self.tuning.moved
+        )
         try:
             if upload.cancel.is_set():
                 raise Cancelled

@@ -154,6 +154,20 @@ def test_reads_anywhere_are_those_of_a_file(size: int) -> None:
         stream.seek(-1)
 
 
+def test_what_is_read_to_the_end_takes_few_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    data, sizes, read = random.Random(2).randbytes(3 * 2**20), list[int](), OpenFile.read
+
+    def count(file: OpenFile, start: int, into: memoryview) -> None:
+        sizes.append(into.nbytes)
+        read(file, start, into)
+
+    monkeypatch.setattr(OpenFile, "read", count)
+    stream = opened(data)
+    assert stream.read(10) + stream.read() == data
+    assert stream.read() == b""
+    assert sizes == [BLOCK, len(data) - BLOCK]
+
+
 def test_bytes_that_were_not_committed_are_found_once_all_are_read() -> None:
     data = random.Random(1).randbytes(2**22)
     stream = opened(data, committed=data[:-1] + b"x")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from dcp_s3 import S3LoadPlanner, S3StorageReader, S3StorageWriter, errors
 from dcp_s3.errors import MissingKeysError
 from dcp_s3.load.fetch import Fetcher
-from dcp_s3.load.read import keeps_values
+from dcp_s3.load.read import find_late, keeps_values
 from tests.end_to_end.states import DTYPES, random_tensor
 from tests.end_to_end.test_failures import failure_of_load
 from tests.ranks import run_ranks
@@ -170,6 +171,23 @@ def test_tied_parameters_of_one_content_are_read_at_once(memory_server: S3Server
     load(f"{root}/tied", {"in": tied, "out": tied})
     assert torch.equal(tied, weight)
     assert memory_server.handle.counters.requests["GetObject"] == 2  # .metadata, and both in one
+
+
+def test_tied_parameters_of_one_content_need_no_copy_although_their_chunks_are_columns() -> None:
+    tied = torch.zeros(8, 8)
+
+    def transfers(*crcs: tuple[str, int, int]) -> Any:
+        return [
+            SimpleNamespace(
+                target=tied[:, at : at + 4], stored=SimpleNamespace(sizes=(8, 4), crc=crc),
+                item=SimpleNamespace(dest_index=SimpleNamespace(fqn=fqn), dest_offsets=(0, at), lengths=(8, 4),
+                                     storage_offsets=(0, 0)),
+            )
+            for fqn, at, crc in crcs
+        ]  # fmt: skip
+
+    assert find_late(transfers(("in", 0, 1), ("in", 4, 2), ("out", 0, 1), ("out", 4, 2))) == []
+    assert find_late(transfers(("in", 0, 1), ("in", 4, 2), ("out", 0, 1), ("out", 4, 3))) == [2, 3]
 
 
 def test_entries_that_interleave(memory_server: S3Server, root: str) -> None:

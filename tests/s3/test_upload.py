@@ -1,8 +1,11 @@
 """Objects from buffers, and those that S3 makes of ranges of others: in parts, checked, and never half there."""
 
+import gc
+import mmap
 import random
 import threading
 import time
+import weakref
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -115,6 +118,26 @@ def test_an_object_that_is_put_again_leaves_no_upload_of_the_first_try(faulty: F
     assert refused
     assert again.crc64nvme == crc64nvme(DATA)
     assert (faulty.s3.read("bucket", "k"), faulty.s3.open_uploads("bucket")) == (DATA, [])
+
+
+def test_the_error_of_a_part_does_not_keep_its_memory(faulty: FaultyServer) -> None:
+    faulty.once("UploadPart", Fault.error(500, "InternalError"))
+
+    def pieces() -> Iterator[Piece]:
+        memory = mmap.mmap(-1, len(DATA))
+        kept.append(weakref.ref(memory))
+        yield Piece.of(memory)
+
+    kept: list[weakref.ref[mmap.mmap]] = []
+    with Uploader(make_bucket("bucket", retry_attempts=1), isolated=True) as uploader:
+        with pytest.raises(errors.TransferError) as failed:
+            uploader.put_stream("k", len(DATA), pieces())
+        deadline = time.monotonic() + 10
+        while kept[0]() is not None and time.monotonic() < deadline:  # the other parts end by themselves
+            time.sleep(0.01)
+            gc.collect()
+        assert failed.value.__traceback__ is not None
+        assert kept[0]() is None
 
 
 def test_damage_on_the_wire_is_noticed_and_repaired(faulty: FaultyServer, monkeypatch: pytest.MonkeyPatch) -> None:
