@@ -148,7 +148,7 @@ class InTurn(Workers):
     def join(self) -> None:
         """Wait until all submitted tasks are done."""
         with self._changed:
-            threads = [each for each in self._threads if each.ident is not None]
+            threads = self._threads
         for thread in threads:
             if thread.ident is not None:  # it could not be started
                 thread.join()
