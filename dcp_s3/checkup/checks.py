@@ -314,8 +314,8 @@ def check_copies(exam: Examination) -> CheckResult:
     cell = ", ".join(done) or "no"
     if len(done) == 2:
         return ok("objects and parts of them are copied inside of the store", cell=cell)
-    found = f"copied inside of the store: {cell}; the bytes of others pass through the host of `dcp-s3 cp`"
-    return warn(found, "nothing; copies take longer", cell=cell)
+    found = f"copied inside of the store: {cell}; incremental saves send the rest, `dcp-s3 cp` within the store fails"
+    return warn(found, "copy checkpoints by way of a directory", cell=cell)
 
 
 def check_versioning(exam: Examination) -> CheckResult:
