@@ -57,7 +57,11 @@ def register(*, overwrite: bool = False, settings: SettingsLike = None) -> None:
 
 
 def unregister() -> None:
-    """Undo `register`. Further calls change nothing."""
+    """Undo `register`. Further calls change nothing.
+
+    >>> register()
+    >>> unregister()
+    """
     global _registration
     _registration = None
 

@@ -127,7 +127,7 @@ def test_without_permission_to_delete_nothing_large_is_written_and_the_prefix_is
 def test_a_save_that_fails_is_the_message_of_its_rank(faulty: FaultyServer) -> None:
     faulty.rule = lambda request: _DENIED if request.operation == "UploadPart" else None
     result = run("bench", URL, "--size", "12MiB", "--ranks", "2", status=1)
-    assert "dcp-s3: it failed on rank" in result.stderr
+    assert "dcp-s3: it failed: rank" in result.stderr
     assert "UploadPart" in result.stderr
 
 
