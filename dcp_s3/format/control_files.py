@@ -249,5 +249,3 @@ class DeletionList(_ControlFile):
     """ETags of the commits (``.metadata``, or each rank's) by relative path. They are deleted first."""
     objects: Mapping[_Inside, str]
     """ETags of all other objects by relative path; empty where the store gave none."""
-    all_versions: bool = False
-    """Whether all versions are deleted in a versioned bucket."""

@@ -188,8 +188,10 @@ def test_what_is_no_manifest_or_is_of_a_later_format() -> None:
 def test_added_metrics_and_lists_of_deletions() -> None:
     added = AddedMetrics("ab", {"loss": math.inf, "note": "x"})
     assert AddedMetrics.from_json(added.to_json()) == added
-    listed = DeletionList(None, {".metadata": "e"}, {"__0_0-ab.distcp": ""}, all_versions=True)
+    listed = DeletionList(None, {".metadata": "e"}, {"__0_0-ab.distcp": ""})
     assert DeletionList.from_json(listed.to_json()) == listed
+    earlier = {**json.loads(listed.to_json()), "all_versions": True}  # earlier versions had this field
+    assert DeletionList.from_json(json.dumps(earlier).encode()) == listed
     outside = DeletionList(None, {}, {"../x": ""})
     for kind, data in ((AddedMetrics, b"{}"), (DeletionList, b"[]"), (DeletionList, outside.to_json())):
         with pytest.raises(ValueError, match="not "):
