@@ -134,12 +134,16 @@ def called_by_dcp(method: F) -> F:
 
 def frames_of_others(error: BaseException) -> str:
     """Where an error that is none of dcp_s3's was raised, as text for the log; empty if all causes are of dcp_s3."""
-    failures: Any = getattr(error, "failures", None)  # of torch's CheckpointException: pairs by rank
-    of_ranks = [each for each in failures.values() if type(each) is tuple] if type(failures) is dict else []
-    for cause, frames in of_ranks or [(error, traceback.extract_tb(error.__traceback__))]:
+    for cause, frames in _of_ranks(error) or [(error, traceback.extract_tb(error.__traceback__))]:
         if not isinstance(cause, errors.DcpS3Error) and frames:
             return "\nTraceback (most recent call last):\n" + "".join(traceback.format_list(frames[-_MOST_FRAMES:]))
     return ""
+
+
+def _of_ranks(error: BaseException) -> list[Any]:
+    """Cause and frames of each rank, of torch's CheckpointException; nothing of other errors."""
+    failures: Any = getattr(error, "failures", None)
+    return [each for each in failures.values() if type(each) is tuple] if type(failures) is dict else []
 
 
 def without_tracebacks(error: BaseException) -> None:
@@ -150,9 +154,8 @@ def without_tracebacks(error: BaseException) -> None:
         if id(link) not in seen:
             seen.add(id(link))
             link.__traceback__ = None
-            failures: Any = getattr(link, "failures", None)  # of torch's CheckpointException: pairs by rank
-            of_ranks = [each[0] for each in failures.values() if type(each) is tuple] if type(failures) is dict else []
-            links += [each for each in (link.__cause__, link.__context__, *of_ranks) if isinstance(each, BaseException)]
+            causes = (link.__cause__, link.__context__, *(each[0] for each in _of_ranks(link)))
+            links += [each for each in causes if isinstance(each, BaseException)]
 
 
 def portable(error: BaseException) -> BaseException | None:

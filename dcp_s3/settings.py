@@ -270,18 +270,16 @@ def _explain(error: ValidationError, given: Mapping[str, Any]) -> str:
 
 
 @contextlib.contextmanager
-def environment(**variables: str | None) -> Iterator[None]:
-    """Let environment variables have other values, here and in processes that are started meanwhile. None leaves one as
-    it is."""
-    changes = {name: value for name, value in variables.items() if value is not None}
+def environment(**variables: str) -> Iterator[None]:
+    """Let environment variables have other values, here and in processes that are started meanwhile."""
     before = dict(os.environ)
-    os.environ.update(changes)
+    os.environ.update(variables)
     try:
         yield
     finally:
-        for name in changes:
+        for name in variables:
             del os.environ[name]
-        os.environ.update({name: before[name] for name in changes if name in before})
+        os.environ.update({name: before[name] for name in variables if name in before})
 
 
 _warned: set[str] = set()

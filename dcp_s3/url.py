@@ -39,6 +39,11 @@ class CheckpointURL:
         return CheckpointURL(self.bucket, self.key(name))
 
     @property
+    def parent(self) -> CheckpointURL:
+        """The URL one level up."""
+        return CheckpointURL(self.bucket, self.prefix.rpartition("/")[0])
+
+    @property
     def name(self) -> str:
         """The last part of the prefix, for example ``step-1000``."""
         return self.prefix.rpartition("/")[2]

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from dcp_s3.format.control_files import Manifest
 from dcp_s3.format.layout import CLAIM, FILES_PREFIX, Kind, What, classify, is_inside
-from dcp_s3.store import ListedObject, Page, Store
+from dcp_s3.store import ListedObject, Page, Store, same_etag
 from dcp_s3.url import CheckpointURL
 
 LEASE_MARGIN = 60.0
@@ -42,7 +42,7 @@ class DirectoryEntry(NamedTuple):
 
     def has_etag(self, etag: str | None) -> bool:
         """Whether this is its ETag, with or without quotes."""
-        return etag is not None and self.etag.strip('"') == etag.strip('"')
+        return etag is not None and same_etag(self.etag, etag)
 
 
 class Directory:

@@ -103,11 +103,11 @@ class Examination:
                 raise
             return {}, answered_code(error)
 
-    def put(self, name: str, data: bytes, **arguments: Any) -> None:
+    def put(self, name: str, data: bytes) -> None:
         written = set(self.keys)
         self.keys.add(self.key(name))
         try:
-            self.ask("PutObject", name, Body=data, **creation_arguments(self.settings, data=True), **arguments)
+            self.ask("PutObject", name, Body=data, **creation_arguments(self.settings, data=True))
         except errors.AccessDeniedError:
             self.keys = written  # it is certain that nothing was written
             raise

@@ -72,7 +72,7 @@ def show(
     details = describe(url)
     entries = [entry for entry in details.entries if not filter or matches(entry.fqn, filter)]
     if filter and not entries:
-        raise no_match_error(f"{url} has no", filter, [entry.fqn for entry in details.entries], url)
+        raise no_match_error(filter, [entry.fqn for entry in details.entries], url)
     if as_json:
         cli.print_json(details.to_dict() | {"entries": [vars(entry) for entry in entries]})
         return

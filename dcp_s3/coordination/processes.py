@@ -78,7 +78,7 @@ def count_save(url: CheckpointURL, settings: Settings, *, step: int | None) -> C
 def count_of(attempt: Attempt, url: CheckpointURL, step: int | None) -> CountedSave:
     """See `count_save`."""
     with _memory.lock:
-        era = _memory.eras[_root_of(url)]
+        era = _memory.eras[str(url.parent)]
         key = (attempt.id, str(url), era, step)
         _memory.counts[key] += 1
         save = CountedSave(attempt, url, (era, step or 0, _memory.counts[key]), step)
@@ -120,7 +120,7 @@ def end_era(root: CheckpointURL, settings: Settings) -> None:
     """
     with _memory.lock:
         _memory.eras[str(root)] += 1
-        before = [each for each in _memory.undecided if _root_of(each.url) == str(root)]
+        before = [each for each in _memory.undecided if each.url.parent == root]
     failure = None
     for counted in before:
         try:
@@ -143,7 +143,3 @@ def settle_saves(store: Store, url: CheckpointURL, *, why: str = "") -> str | No
     nobody = Member(0, Attempt("", (), "", None, 1, 0), "", overwrite=True)
     found = Driver(store, url, nobody, _PATIENCE).run(settle(why=why))
     return None if found is None else found.etag
-
-
-def _root_of(url: CheckpointURL) -> str:
-    return str(CheckpointURL(url.bucket, url.prefix.rpartition("/")[0]))

@@ -1,1 +1,1 @@
-"""Operations that need no process group: read, inspect, compare, verify, copy, export, import."""
+"""Operations outside of saves and loads by DCP: read, verify, copy, export; and loads of safetensors files."""

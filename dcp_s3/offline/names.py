@@ -16,9 +16,9 @@ def matches(name: str, patterns: Iterable[str]) -> bool:
     return any(name == pattern or fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
 
-def no_match_error(what: str, patterns: list[str], names: list[str], url: str) -> errors.EntryNotFoundError:
+def no_match_error(patterns: list[str], names: list[str], url: str) -> errors.EntryNotFoundError:
     shown = ", ".join(map(repr, patterns))
-    message = f"{what} entry that matches {shown}{closest(' '.join(patterns), names)}"
+    message = f"{url} has no entry that matches {shown}{closest(' '.join(patterns), names)}"
     return errors.EntryNotFoundError(message, url=url, fqn=" ".join(patterns))
 
 

@@ -43,9 +43,9 @@ class CheckpointCatalog:
     2000
 
     Args:
-        root: ``s3://bucket/run`` for checkpoints at ``s3://bucket/run/step-1000`` and so on.
-        settings: a `Settings`, or a mapping of those that differ from the environment. The step of
-            a checkpoint is the number after ``step``, ``iter``, ``checkpoint`` or ``epoch`` in its name, or all of it.
+        root: ``s3://bucket/run`` for checkpoints at ``s3://bucket/run/step-1000`` and so on. The step of one is the
+            number after ``step``, ``iter``, ``checkpoint`` or ``epoch`` in its name, or all of it, if that is a number.
+        settings: a `Settings`, or a mapping of those that differ from the environment.
         store: where the checkpoints are, if not in the root's bucket as the settings reach it.
     """
 

@@ -165,8 +165,6 @@ def check_grace(grace: float | str, *, force: bool) -> float:
     """The grace period in seconds."""
     try:
         seconds = parse_duration(grace)
-        if not 0 <= seconds < math.inf:
-            raise ValueError
     except ValueError:
         raise errors.SettingsError(f"grace = {grace!r}, expected seconds, or text like 24h") from None
     if seconds < MIN_GRACE and not force:
@@ -313,8 +311,7 @@ def remove(
         StorageError: all or part of it is still there; `prune` or another `remove` finishes it.
     """
     where, resolved = parse_url(url), resolve_settings(settings)
-    root = CheckpointURL(where.bucket, where.prefix.rpartition("/")[0])
-    catalog = CheckpointCatalog(str(root), settings=resolved, store=store)
+    catalog = CheckpointCatalog(str(where.parent), settings=resolved, store=store)
     why = None
     if where.name in [info.name for info in catalog.local()]:
         why = "its commit waits in this host's spill directory"

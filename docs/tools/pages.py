@@ -39,7 +39,7 @@ _SETTINGS = """# Settings
 Environment variables with the prefix `DCP_S3_`, read when a writer, a reader or a manager is made, never at import. In
 Python the same names, in lower case and without the prefix, override them:
 `S3StorageWriter(url, settings={{"part_size": "64MiB"}})`. Sizes are written like `64MiB`, durations like `30s`, `5m`,
-`24h`. Endpoint, region and profile, if unset, come from AWS's own chain (`AWS_ENDPOINT_URL_S3`, profiles, instance
+`24h`. Endpoint and region, if unset, come from AWS's own chain (`AWS_ENDPOINT_URL_S3`, profiles, instance
 roles); credentials always do. `dcp-s3 doctor --settings` shows what is in force, and where each value comes from. A
 variable with the prefix that is no setting is named in one warning; a value that is not allowed is an error that says
 what is.

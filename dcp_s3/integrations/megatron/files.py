@@ -193,4 +193,4 @@ class _Reader(S3StorageReader):
 def _split(path: URLLike) -> tuple[CheckpointURL, str]:
     """Directory and name of a file."""
     url = parse_url(path)
-    return CheckpointURL(url.bucket, url.prefix.rpartition("/")[0]), url.name
+    return url.parent, url.name
