@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from itertools import chain, islice
+from itertools import chain, islice, pairwise
 from operator import attrgetter
 from typing import Any
 
@@ -189,6 +189,7 @@ def _find_layout(
 
 
 _Overlap = tuple[int, int, tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+_PAIRS = 2**16  # that are compared at once
 
 
 def find_overlaps(saved: Sequence[AnyBox], local: Sequence[AnyBox]) -> Iterable[_Overlap]:
@@ -217,10 +218,16 @@ def find_overlaps(saved: Sequence[AnyBox], local: Sequence[AnyBox]) -> Iterable[
         last = np.searchsorted(first_starts, local_stop, side="left")
         candidates.append((by_end, first, np.maximum(last - first, 0)))
     by_end, first, counts = min(candidates, key=lambda each: each[2].sum())
-    i = np.repeat(np.arange(len(local)), counts)
-    j = by_end[np.arange(len(i)) + (first + counts - np.cumsum(counts))[i]]
-    kept = ((starts[j] < local_stops[i]) & (local_starts[i] < stops[j])).all(1)
-    i, j = i[kept], j[kept]
+    ends, pairs = np.cumsum(counts), []
+    # Where memory for all pairs would be large, those of some local chunks at a time.
+    cuts = np.searchsorted(ends, np.arange(_PAIRS, ends[-1], _PAIRS)) if ends[-1] > _PAIRS else ()
+    for begin, end in pairwise((0, *cuts, len(local))):
+        i = np.repeat(np.arange(begin, end), counts[begin:end])
+        before = ends[begin] - counts[begin]
+        j = by_end[np.arange(before, before + len(i)) + (first + counts - ends)[i]]
+        kept = ((starts[j] < local_stops[i]) & (local_starts[i] < stops[j])).all(1)
+        pairs.append((i[kept], j[kept]))
+    i, j = pairs[0] if len(pairs) == 1 else map(np.concatenate, zip(*pairs, strict=True))
     longest = int(np.maximum(stops.max(0), local_stops.max(0)).argmax())
     places = [np.argsort(np.argsort(each[:, longest], kind="stable")) for each in (stops, local_starts)]
     order = np.lexsort((places[0][j], places[1][i]))

@@ -339,7 +339,7 @@ def find_late(transfers: Sequence[Transfer]) -> list[int]:
     group: list[tuple[float, float, int]] = []  # that overlap, directly or through others
     end = -math.inf
     for span in [*sorted(spans), (math.inf, math.inf, -1)]:
-        if span[0] >= end:
+        if span[0] >= end and len(group) > 1:  # most share no memory
             numbers = sorted(number for _, _, number in group)
             contents: dict[str, list[object]] = {}  # of each entry: its items may lie between those of another
             for low, high, number in sorted(group, key=itemgetter(2)):
@@ -350,6 +350,7 @@ def find_late(transfers: Sequence[Transfer]) -> list[int]:
             if len(set(map(tuple, contents.values()))) > 1 or not known:
                 first = transfers[numbers[0]].item.dest_index.fqn
                 late += dropwhile(lambda number: transfers[number].item.dest_index.fqn == first, numbers)  # noqa: B023
+        if span[0] >= end:
             group, end = [], -math.inf
         group.append(span)
         end = max(end, span[1])

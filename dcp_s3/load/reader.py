@@ -258,7 +258,7 @@ class S3StorageReader(StorageReader):
             sharing = Exchange(group, assignment, url=str(url))
         with sharing as exchange, contextlib.ExitStack() as stack:
             check_filled(plan, planner, self._metadata, str(url))
-            copies = stack.enter_context(with_copies(store, self.settings, url))
+            copies = with_copies(store, self.settings, url)
             if self._fetched is not None and self._fetched.lease is not None:
                 stack.enter_context(self._fetched.lease.renewed())
             fetcher = Fetcher(copies, url, self.settings, "dcp_s3-download")
@@ -344,8 +344,7 @@ class S3StorageReader(StorageReader):
         if entry is None:
             raise missing_error(url, name, waiting.attachments)
         data = bytearray(entry.size)
-        with with_copies(store, self.settings, url) as copies:
-            copies.read(url.key(entry.path), 0, memoryview(data))
+        with_copies(store, self.settings, url).read(url.key(entry.path), 0, memoryview(data))
         return check_bytes(bytes(data), url, entry)
 
     def attachments(self) -> list[str]:

@@ -218,9 +218,9 @@ def find_uncommitted(store: Store, settings: Settings, url: CheckpointURL, rank:
     """The newest commit at ``url`` that is spilled on this host; None if S3 has a newer one."""
     spill = open_store(settings)
     found = None
-    for waiting in find_commits(spill) if spill else ():
-        journal = waiting.journal
-        if journal.url == str(url) and journal.commit is not None and journal.commit.rank == rank:
+    for waiting in find_commits(spill, str(url)) if spill else ():
+        commit = waiting.journal.commit
+        if commit is not None and commit.rank == rank:
             found = waiting
     if found is None:
         return None

@@ -218,20 +218,20 @@ class OpenCheckpoint:
     def reading(self, *, weights_only: bool = True, buffers: int | None = None) -> Iterator[Fill]:
         """Reads that share a fetcher, one after the other; ``buffers``: see `Fetcher`."""
         nothing = torch.Size((0,))
-        with with_copies(self.store, self.settings, self.url) as store:
-            fetcher = Fetcher(store, self.url, self.settings, "dcp_s3-download", buffers=buffers)
-            executor = LoadExecutor(fetcher, self.metadata, ReaderTransforms(None), weights_only=weights_only)
+        store = with_copies(self.store, self.settings, self.url)
+        fetcher = Fetcher(store, self.url, self.settings, "dcp_s3-download", buffers=buffers)
+        executor = LoadExecutor(fetcher, self.metadata, ReaderTransforms(None), weights_only=weights_only)
 
-            def fill(targets: Sequence[Target], objects: Sequence[str]) -> dict[str, Any]:
-                items = [item for target in targets for item in self._items_of(target)]
-                for fqn in objects:
-                    index = MetadataIndex(fqn)
-                    items.append(ReadItem(LoadItemType.BYTE_IO, index, nothing, index, nothing, nothing))
-                planner = _Planner({MetadataIndex(each.fqn, each.offsets): each.tensor for each in targets})
-                executor.run(LoadPlan(items), planner)
-                return planner.objects
+        def fill(targets: Sequence[Target], objects: Sequence[str]) -> dict[str, Any]:
+            items = [item for target in targets for item in self._items_of(target)]
+            for fqn in objects:
+                index = MetadataIndex(fqn)
+                items.append(ReadItem(LoadItemType.BYTE_IO, index, nothing, index, nothing, nothing))
+            planner = _Planner({MetadataIndex(each.fqn, each.offsets): each.tensor for each in targets})
+            executor.run(LoadPlan(items), planner)
+            return planner.objects
 
-            yield fill
+        yield fill
 
     def _items_of(self, target: Target) -> list[ReadItem]:
         """One item for each saved chunk in the target's box; only one for chunks at the same place."""

@@ -243,8 +243,7 @@ class Uploader(Batch):
             body.views = ()
             for piece in pieces:
                 piece.view = None
-        with self._lock:
-            self.sent += size
+        self._took(size)
         seconds = time.monotonic() - started - body.waited
         if upload.upload_id and patience is not None and seconds > patience:
             upload.error = errors.TransferError(

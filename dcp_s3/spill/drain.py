@@ -39,8 +39,9 @@ from dcp_s3.process import reset_in_child
 from dcp_s3.s3.store import store_of
 from dcp_s3.settings import stored_settings
 from dcp_s3.spill.journal import JournalError, SpilledCommit, SpilledObject, State
-from dcp_s3.spill.store import DamagedFileError, SpilledSave, SpillStore, crc_of_file, read_journal
+from dcp_s3.spill.store import DamagedFileError, SpilledSave, SpillStore, read_journal
 from dcp_s3.store import Store
+from dcp_s3.stores.directory import crc_of_file
 from dcp_s3.units import format_seconds, format_size
 from dcp_s3.url import CheckpointURL, parse_url
 

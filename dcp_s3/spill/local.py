@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
 from collections.abc import Callable, Iterator
@@ -35,11 +34,11 @@ class WaitingCommit(NamedTuple):
     metadata: bytes
 
 
-def find_commits(store: SpillStore) -> Iterator[WaitingCommit]:
-    """The commits that wait. Damaged ones are skipped."""
+def find_commits(store: SpillStore, url: str | None = None) -> Iterator[WaitingCommit]:
+    """The commits that wait, at ``url`` only if it is given. Damaged ones are skipped."""
     for save in store.scan():
         commit = save.journal.commit
-        if commit is None or save.journal.state is not State.SEALED:
+        if commit is None or save.journal.state is not State.SEALED or url not in (None, save.journal.url):
             continue
         try:
             files = save.read_commit(commit)
@@ -103,8 +102,7 @@ class LocalObjects(StoreWrapper):
         self._files.pop(key, None)
 
 
-@contextlib.contextmanager
-def with_copies(store: Store, settings: Settings, url: CheckpointURL) -> Iterator[Store]:
+def with_copies(store: Store, settings: Settings, url: CheckpointURL) -> Store:
     """The store for a load of one checkpoint: with what this host's spill directory has of it in front."""
     spill = open_store(settings)
-    yield store if spill is None else LocalObjects(store, spill, url)
+    return store if spill is None else LocalObjects(store, spill, url)

@@ -36,7 +36,6 @@ _JOURNAL = "journal"
 _WRITER_LOCK = "writer.lock"
 _REASON = "reason.txt"
 _OLD = 3600  # seconds after which whoever made an entry of new/ has died
-_CHUNK = 4 * 2**20  # bytes read at a time to check a file
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -356,12 +355,3 @@ def as_spill_error(directory: Path, doing: str) -> Iterator[None]:
         raise SpillError(
             f"cannot {doing} in the spill directory {directory}: {error.strerror or error}. Remedy: {remedy}"
         ) from error
-
-
-def crc_of_file(fd: int) -> tuple[int, int]:
-    """(CRC-64/NVME, bytes) of a file."""
-    crc = size = 0
-    while block := os.pread(fd, _CHUNK, size):
-        crc = crc64nvme(block, crc)
-        size += len(block)
-    return crc, size

@@ -86,14 +86,8 @@ class DirectoryStore(Store):
 
     def head(self, key: str, *, checksum: bool = False) -> ObjectHead:
         with self._open("head", key) as fd:
-            stat, crc = os.fstat(fd), 0
-            if checksum:
-                offset = 0
-                while block := os.pread(fd, _BLOCK, offset):
-                    crc, offset = crc64nvme(block, crc), offset + len(block)
-        return ObjectHead(
-            key, stat.st_size, stat.st_mtime, _etag(stat), {}, crc_hex(crc) if checksum else None, time.time()
-        )
+            stat, crc = os.fstat(fd), crc_hex(crc_of_file(fd)[0]) if checksum else None
+        return ObjectHead(key, stat.st_size, stat.st_mtime, _etag(stat), {}, crc, time.time())
 
     @contextlib.contextmanager
     def _open(self, operation: str, key: str) -> Iterator[int]:
@@ -208,6 +202,15 @@ class DirectoryStore(Store):
 
 def _etag(stat: os.stat_result) -> str:
     return f'"{stat.st_ino:x}-{stat.st_mtime_ns:x}-{stat.st_size:x}"'
+
+
+def crc_of_file(fd: int) -> tuple[int, int]:
+    """(CRC-64/NVME, bytes) of a file."""
+    crc = size = 0
+    while block := os.pread(fd, _BLOCK, size):
+        crc = crc64nvme(block, crc)
+        size += len(block)
+    return crc, size
 
 
 def flush_directory(path: Path) -> None:
