@@ -164,10 +164,13 @@ class Uploader(Batch):
                 raise
             upload.cancel.set()
             refusal = upload.error or error
-            try:
-                raise refusal from None
-            finally:
-                del refusal  # its traceback has this frame: no cycle
+        # What has not been sent must not live on in the error's traceback or its context.
+        upload.pieces = []
+        del pieces
+        try:
+            raise refusal
+        finally:
+            del refusal  # its traceback has this frame: no cycle
 
     def _put(self, upload: _Upload, pieces: Iterable[Piece], part_size: int) -> StreamedObject:
         """Send the pieces, split where parts end; they have their CRCs afterwards."""

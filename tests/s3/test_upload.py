@@ -119,13 +119,21 @@ def test_an_object_that_is_put_again_leaves_no_upload_of_the_first_try(faulty: F
     assert (faulty.s3.read("bucket", "k"), faulty.s3.open_uploads("bucket")) == (DATA, [])
 
 
-def test_the_error_of_a_part_does_not_keep_its_memory(faulty: FaultyServer) -> None:
-    faulty.once("UploadPart", Fault.error(500, "InternalError"))
+@pytest.mark.parametrize("is_early", [False, True], ids=["all submitted", "more to come"])
+def test_the_error_of_a_part_does_not_keep_its_memory(faulty: FaultyServer, is_early: bool) -> None:
+    failing = faulty.once("UploadPart", Fault.error(500, "InternalError"))
 
     def pieces() -> Iterator[Piece]:
         memory = mmap.mmap(-1, len(DATA))
         kept.append(weakref.ref(memory))
-        yield Piece.of(memory)
+        for start in range(0, len(DATA), PART) if is_early else ():
+            if start == 2 * PART:
+                while not failing:
+                    time.sleep(0.01)
+                time.sleep(0.2)  # until the answer has arrived
+            yield Piece.of(memoryview(memory)[start : start + PART])
+        if not is_early:
+            yield Piece.of(memory)
 
     kept: list[weakref.ref[mmap.mmap]] = []
     with Uploader(make_bucket("bucket", retry_attempts=1), isolated=True) as uploader:
