@@ -164,6 +164,8 @@ class Uploader(Batch):
                 raise
             upload.cancel.set()
             refusal = upload.error or error
+            if refusal is not error:  # its frames have its future: a cycle
+                error.__traceback__ = None
         # What has not been sent must not live on in the error's traceback or its context.
         upload.pieces = []
         del pieces
