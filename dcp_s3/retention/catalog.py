@@ -6,9 +6,10 @@ touched. `latest` looks closer at the checkpoint that it returns.
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass, replace
 from itertools import chain
 from typing import Any
@@ -19,7 +20,7 @@ from dcp_s3.checkpoint.directory import Directory
 from dcp_s3.checkpoint.info import CheckpointInfo, LeftoverObject, age_order, summarize
 from dcp_s3.checkpoint.look import Inspected, find_damage, inspect, tell_unreadable
 from dcp_s3.format.control_files import Manifest
-from dcp_s3.format.layout import BOARD_PREFIX, METADATA, What, classify
+from dcp_s3.format.layout import BOARD_PREFIX, METADATA, What, classify, step_of
 from dcp_s3.format.saved_entries import SavedEntry, needed_objects, saved_entries
 from dcp_s3.retention.plan import BOARDS, BOARDS_STAY, CatalogSnapshot, OpenUpload
 from dcp_s3.s3.store import store_of
@@ -161,23 +162,43 @@ class CheckpointCatalog:
         """When the root was listed, by the clock of S3; the names right there; the checkpoints among them and the
         ``local`` ones, one per name, oldest first; and what was found of them on S3, by name.
 
-        ``local`` was found before: a checkpoint drained meanwhile is then seen twice, not missed.
+        The newest committed one is there, or a newer one. ``local`` was found before: a checkpoint drained meanwhile is
+        then seen twice, not missed.
         """
-        start = self.root.key("")
-        listed = self.store.list(start, "/")
-        now = time.time() if listed.server_time is None else listed.server_time
-        names = [prefix[len(start) : -1] for prefix in listed.prefixes]
-        looked = self.store.map(
-            lambda store, name: inspect(store, self.root.child(name), whole=whole),
-            [name for name in names if name not in _NO_CHILD],
-        )
-        found = {each.info.name: each for each in looked if each is not None}
+        while True:
+            now, names, found = self._inspect(whole=whole)
+            committed = {name: each.info.step for name, each in found.items() if each.info.committed}
+            only = functools.partial(_may_be_newer, committed)
+            # A prune may be faster than a look at what was the newest: then there is a newer one.
+            if not any(map(only, names)) or not any(each.info.committed for each in self._inspect(only)[2].values()):
+                break
         infos = {name: each.info for name, each in found.items()}
         for info in local:
             before = infos.get(info.name)
             keep = before if before is not None and before.committed else info
             infos[info.name] = replace(keep, waiting=True)
         return now, names, sorted(infos.values(), key=age_order), found
+
+    def _inspect(
+        self, only: Callable[[str], bool] = lambda _: True, *, whole: bool = False
+    ) -> tuple[float, list[str], dict[str, Inspected]]:
+        """One look, at ``only`` these names."""
+        start = self.root.key("")
+        listed = self.store.list(start, "/")
+        now = time.time() if listed.server_time is None else listed.server_time
+        names = [name for prefix in listed.prefixes if only(name := prefix[len(start) : -1])]
+        looked = self.store.map(
+            lambda store, name: inspect(store, self.root.child(name), whole=whole),
+            [name for name in names if name not in _NO_CHILD],
+        )
+        return now, names, {each.info.name: each for each in looked if each is not None}
+
+
+def _may_be_newer(committed: Mapping[str, int | None], name: str) -> bool:
+    """Whether a name that was not found committed may be that of a newer checkpoint than all that were: their steps by
+    name."""
+    step, steps = step_of(name), [-1 if step is None else step for step in committed.values()]
+    return name not in committed and (not steps or (step is not None and step > max(steps)))
 
 
 def list_checkpoints(root: URLLike, *, settings: SettingsLike = None) -> list[CheckpointInfo]:

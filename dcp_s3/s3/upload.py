@@ -10,6 +10,7 @@ import logging
 import math
 import threading
 import time
+import traceback
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
@@ -164,9 +165,9 @@ class Uploader(Batch):
                 raise
             upload.cancel.set()
             refusal = upload.error or error
-            if refusal is not error:  # its frames have its future: a cycle
-                error.__traceback__ = None
-        # What has not been sent must not live on in the error's traceback or its context.
+            # They have pieces that were not sent, and a future that has the error: a cycle.
+            traceback.clear_frames(error.__traceback__)
+        # Nor must these live on in the error's traceback or its context.
         upload.pieces = []
         del pieces
         try:

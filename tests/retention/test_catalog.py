@@ -308,6 +308,24 @@ def test_what_is_replaced_or_deleted_meanwhile(run: Run) -> None:
     assert run.damages() == ["its .metadata is listed, but cannot be read"]
 
 
+@pytest.mark.parametrize("kept", [[1], []])
+@pytest.mark.parametrize("method", ["get", "page"])
+def test_what_was_the_latest_is_pruned_while_it_is_looked_at(run: Run, kept: list[int], method: str) -> None:
+    run.steps(*kept, 2)
+
+    def go_on() -> None:
+        run.save("step-3")
+        for path in run.objects("step-2"):
+            run.delete("step-2", path)
+
+    run.once(method, "step-2/", go_on)
+    assert [info.name for info in run.catalog().checkpoints()][-1] == "step-3"
+    run.once(
+        method, "step-3/", lambda: (run.save("step-4"), [run.delete("step-3", path) for path in run.objects("step-3")])
+    )
+    assert run.latest() == "step-4"
+
+
 def test_damage_of_part_does_not_cost_the_last_good_one(run: Run, tmp_path: Path) -> None:
     run.steps(1, 2, 3)
     run.save_foreign("step-4", tmp_path)

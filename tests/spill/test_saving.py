@@ -255,14 +255,26 @@ def test_a_commit_that_neither_s3_nor_the_disk_takes_names_both(spill: Spill) ->
     assert "No space left" in str(cause)
 
 
-@pytest.mark.parametrize("operation", ["CreateMultipartUpload", "UploadPart", "CompleteMultipartUpload"])
-def test_a_state_that_was_spilled_is_let_go_of(spill: Spill, monkeypatch: pytest.MonkeyPatch, operation: str) -> None:
+@pytest.mark.parametrize(
+    ("operation", "seconds"),
+    # late: all parts are under way before the first fails
+    [("CreateMultipartUpload", 0), ("UploadPart", 0), ("UploadPart", 0.3), ("CompleteMultipartUpload", 0)],
+)
+def test_a_state_that_was_spilled_is_let_go_of(
+    spill: Spill, monkeypatch: pytest.MonkeyPatch, operation: str, seconds: float
+) -> None:
+    def refuse(request: Any) -> Fault | None:
+        if request.operation != operation:
+            return None
+        time.sleep(seconds)
+        return refuse_all(request)
+
     monkeypatch.setattr(saving_module, "wait_until_drained", lambda *_, **__: None)
     lease = HostBuffer(12 * MIB, "private").lease()
     alive = weakref.ref(lease)
     state = {"large": torch.frombuffer(lease, dtype=torch.float32).fill_(1)}
     del lease
-    spill.server.rule = lambda request: refuse_all(request) if request.operation == operation else None
+    spill.server.rule = refuse
     gc.collect()
     gc.disable()
     try:
