@@ -273,12 +273,33 @@ def best_first(checkpoints: Sequence[CheckpointInfo], metric: str, mode: Mode) -
 
 # --- policies in one line: latest:3 best:2:val_loss:min every:10000 within:48h daily:7 --------------------
 
-_WORDS = {
-    "latest": "latest:K",
-    "best": "best:K:METRIC:min|max[:drop], for example best:2:val_loss:min",
-    "every": "every:STEPS",
-    "within": "within:DURATION (for example 48h)",
-    "daily": "daily:N",
+
+def _count(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and len(text) <= 18):
+        raise ValueError
+    return int(text)
+
+
+def _best(text: str) -> KeepBest:
+    missing: Any = "drop" if text.endswith(":drop") else "keep"
+    count, _, rest = text.removesuffix(":drop").partition(":")
+    metric, _, mode = rest.rpartition(":")
+    return KeepBest(_count(count), metric, mode, missing)  # type: ignore[arg-type]  # checked there
+
+
+def _within(text: str) -> KeepWithin:
+    if text[-1:].isdigit() or text.endswith("."):
+        raise SettingsError("without a unit nobody knows whether seconds or hours are meant")
+    return KeepWithin(text)
+
+
+# How each word is written, and what reads the text after its first colon.
+_WORDS: dict[str, tuple[str, Callable[[str], Policy]]] = {
+    "latest": ("latest:K", lambda text: KeepLatest(_count(text))),
+    "best": ("best:K:METRIC:min|max[:drop], for example best:2:val_loss:min", _best),
+    "every": ("every:STEPS", lambda text: KeepEvery(_count(text))),
+    "within": ("within:DURATION (for example 48h)", _within),
+    "daily": ("daily:N", lambda text: KeepDaily(_count(text))),
 }
 
 
@@ -296,24 +317,15 @@ def parse_policy(text: str) -> Policy | None:
     for word in text.split():
         kind, _, rest = word.partition(":")
         if kind not in _WORDS:
-            raise SettingsError(f"{word!r} is not a policy. Remedy: one of {', '.join(_WORDS.values())}")
-        count, _, best = rest.removesuffix(":drop").partition(":") if kind == "best" else (rest, "", "")
-        metric, _, mode = best.rpartition(":")
+            raise SettingsError(
+                f"{word!r} is not a policy. Remedy: one of {', '.join(form for form, _ in _WORDS.values())}"
+            )
+        form, read = _WORDS[kind]
         try:
-            if kind == "within":
-                if rest[-1:].isdigit() or rest.endswith("."):
-                    raise SettingsError("without a unit nobody knows whether seconds or hours are meant")
-                policies.append(KeepWithin(rest))
-            elif not (count.isascii() and count.isdigit() and len(count) <= 18):
-                raise ValueError
-            elif kind == "best":
-                missing: Any = "drop" if rest.endswith(":drop") else "keep"
-                policies.append(KeepBest(int(count), metric, mode, missing))  # type: ignore[arg-type]  # checked there
-            else:
-                policies += [each(int(count)) for each in (KeepLatest, KeepEvery, KeepDaily) if each.word == kind]
+            policies.append(read(rest))
         except (SettingsError, ValueError) as error:
             why = f" ({error})" if isinstance(error, SettingsError) else ""
-            raise SettingsError(f"{word!r} is not a policy: expected {_WORDS[kind]}{why}") from None
+            raise SettingsError(f"{word!r} is not a policy: expected {form}{why}") from None
     return policies[0] if len(policies) == 1 else AnyOf(tuple(policies)) if policies else None
 
 
