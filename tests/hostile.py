@@ -281,7 +281,8 @@ def decode_tensor(data: bytes, shape: tuple[int, ...] = (2, 2)) -> torch.Tensor:
     (transfer,), _ = executor.prepare([item], _Planner(target), {0})  # type: ignore[arg-type]
     if data:
         transfer.memory(0, len(data))[:] = data
-    transfer.finish()
+    assert transfer.complete is not None
+    transfer.complete(transfer)
     return target
 
 

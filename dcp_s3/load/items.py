@@ -34,7 +34,8 @@ class Transfer:
         array: the array; None: ``stored``.
         box: the box of the array; None: all of it.
         head: number of bytes right before the array that are fetched as well.
-        complete: see `finish`.
+        complete: called with the transfer when all is in place and verified; None for nothing. Returns a transfer to
+            fetch instead if the bytes are not where they were expected.
         checked: whether to compute checksums although none is recorded.
 
     Attributes:
@@ -45,7 +46,7 @@ class Transfer:
     """
 
     __slots__ = (
-        "_array", "_box", "_complete", "_crcs", "_lock", "base", "checked", "fetched_again", "head", "into", "item",
+        "_array", "_box", "_crcs", "_lock", "base", "checked", "complete", "fetched_again", "head", "into", "item",
         "length", "loaded", "missing", "owned", "path", "ranges", "stored", "target",
     )  # fmt: skip
 
@@ -66,7 +67,7 @@ class Transfer:
         self.item, self.stored, self.target, self.into = item, stored, target, into
         self._array = array = stored if array is None else array
         self._box = box = Box((0,) * len(array.sizes), array.sizes) if box is None else box
-        self._complete, self.head = complete, bytearray(head)
+        self.complete, self.head = complete, bytearray(head)
         self.path, self.base = stored.info.relative_path, array.base
         self.owned: tuple[int, int] | None = (0, array.nbytes) if into is None else None
         if into is not None and into.dtype == array.dtype and ranges and is_direct(into):
@@ -116,18 +117,18 @@ class Transfer:
             for part, source in cut_out(elements, first, sizes, self._box, section):
                 narrow_tensor_by_index(self.into, part.offsets, part.lengths).copy_(source)
 
-    def arrived(self, offset: int, length: int, crc: int) -> bool:
-        """Count bytes that are in place and remember their checksum; returns True for the last ones."""
+    def arrived(self, offset: int, length: int, crc: int, received: memoryview | None = None) -> bool:
+        """Count bytes that are in place, and remember their checksum; returns True for the last ones. What was received
+        elsewhere is put in place first, unless it is a whole range, with the wrong checksum."""
+        if received is not None:
+            at = bisect.bisect_left(self.ranges, (offset,))
+            start, stop, expected = self.ranges[at] if at < len(self.ranges) else (0, 0, None)
+            if expected in (None, crc) or (start, stop) != (offset, offset + length):
+                self.place(offset, received)
         with self._lock:
             self._crcs.append((offset, crc, length))
             self.missing -= length
             return self.missing == 0
-
-    def is_damaged(self, offset: int, length: int, crc: int) -> bool:
-        """Whether these bytes are a whole range, with the wrong checksum."""
-        at = bisect.bisect_left(self.ranges, (offset,))
-        start, stop, expected = self.ranges[at] if at < len(self.ranges) else (0, 0, None)
-        return (start, stop) == (offset, offset + length) and expected is not None and expected != crc
 
     def checksums(self) -> list[int]:
         """CRC-64/NVME of each range, as it arrived."""
@@ -149,11 +150,6 @@ class Transfer:
         with self._lock:
             self._crcs = [piece for piece in self._crcs if not part.start <= piece[0] < part.stop]
             self.missing += part.stop - part.start
-
-    def finish(self) -> Transfer | None:
-        """Call ``complete`` when all is in place and verified. Returns a transfer to fetch instead if the bytes are not
-        where they were expected."""
-        return None if self._complete is None else self._complete(self)
 
 
 # --- elements of boxes ------------------------------------------------------------------------------

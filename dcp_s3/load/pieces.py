@@ -145,7 +145,8 @@ class Piece:
             for transfer, section in zip(self._transfers, self._own, strict=True):
                 size = section.stop - section.start
                 if size and transfer.arrived(section.start, size, 0):
-                    transfer.finish()
+                    if transfer.complete is not None:
+                        transfer.complete(transfer)
                     self._finished(transfer)
 
     # --- the others ---------------------------------------------------------------------------------------

@@ -251,7 +251,8 @@ class LoadExecutor:
         """Fetch items, on so many threads or as many as fill the link, and hand them to the planner."""
         for transfer in transfers:
             if not transfer.ranges:
-                transfer.finish()
+                if transfer.complete is not None:
+                    transfer.complete(transfer)
                 self._commit(transfer, planner)
         segments = [segment for transfer in transfers for segment in transfer.segments()]
         if not segments:
@@ -270,7 +271,7 @@ class LoadExecutor:
         fetched = sum([request.length for request in requests])
         most = max(len(requests), fetched // SMALL_HALF)
         most = most if all_direct else min(most, fetcher.max_buffers)
-        with fetcher.fetch(requests, threads=threads, most=most) as arrivals:
+        with contextlib.closing(fetcher.fetch(requests, threads=threads, most=most)) as arrivals:
             for finished in arrivals:
                 self._commit(finished, planner)
 

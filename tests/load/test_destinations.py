@@ -17,7 +17,6 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from dcp_s3 import S3LoadPlanner, S3StorageReader, S3StorageWriter, errors
 from dcp_s3.errors import MissingKeysError
-from dcp_s3.load.fetch import Fetcher
 from dcp_s3.load.read import find_late, keeps_values
 from tests.end_to_end.states import DTYPES, random_tensor
 from tests.end_to_end.test_failures import failure_of_load
@@ -87,13 +86,14 @@ def test_what_is_converted_comes_through_bounded_memory(
 ) -> None:
     state = {"w": torch.randn(3_000_000)}
     dcp.save(state, storage_writer=S3StorageWriter(root, settings={"part_size": "5MiB"}))
-    sizes, reserve = [0], Fetcher._reserve
+    sizes, empty = [0], torch.empty
 
-    def record(fetcher: Fetcher, size: int) -> memoryview:
-        sizes.append(size)
-        return reserve(fetcher, size)
+    def record(*size: Any, **options: Any) -> torch.Tensor:
+        if "pin_memory" in options:
+            sizes.append(*size)
+        return empty(*size, **options)
 
-    monkeypatch.setattr(Fetcher, "_reserve", record)
+    monkeypatch.setattr(torch, "empty", record)
     target = {"w": torch.zeros(3_000_000, dtype=torch.bfloat16)}
     monkeypatch.setattr("dcp_s3.load.fetch.LOAD_BUFFERS", 4 * 2**20)
     dcp.load(target, storage_reader=S3StorageReader(root, settings={"concurrency": 4}))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import math
 import random
@@ -18,10 +19,9 @@ from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
 from dcp_s3 import errors
 from dcp_s3.format.blocks import Blocks, Range, cuts_between, make_storage_info, pack_crcs
-from dcp_s3.load.fetch import receive
 from dcp_s3.load.items import Transfer
 from dcp_s3.load.plan import Box, ReadRequest, StoredChunk, halve, plan_requests, ranges_of_box
-from dcp_s3.memory import ReadTarget, crc64nvme, view_bytes
+from dcp_s3.memory import crc64nvme, view_bytes
 from tests.load.sources import URL, MemoryFetcher
 
 _BLOCK = 64
@@ -111,15 +111,10 @@ def receive_all(data: bytes, transfers: Sequence[Transfer], *, max_request: int,
 
 
 def received(data: bytes, request: ReadRequest) -> list[Transfer]:
-    def read(targets: Sequence[ReadTarget]) -> None:
-        at = request.start
-        for target in targets:
-            target.view[:] = data[at : at + target.view.nbytes]
-            target.received(0, target.view.nbytes)
-            at += target.view.nbytes
-        assert at == request.start + request.length
-
-    return receive(request, lambda size: memoryview(bytearray(size)), read)
+    fetcher = MemoryFetcher({_PATH: data})
+    complete = fetcher.receive(request)
+    assert fetcher.asked == [(_PATH, request.start, request.length)]
+    return complete
 
 
 @given(objects(), st.booleans(), st.sampled_from([64, 128, 1000]), st.sampled_from([0, 30, 500]), st.integers(0, 99))
@@ -181,7 +176,7 @@ def requests_for(*transfers: Transfer, max_request: int = 2**17) -> list[ReadReq
 
 
 def fetch(source: MemoryFetcher, requests: list[ReadRequest], *, threads: int = 3) -> list[Transfer]:
-    with source.fetch(requests, threads=threads) as arrivals:
+    with contextlib.closing(source.fetch(requests, threads=threads)) as arrivals:
         return list(arrivals)
 
 
@@ -223,7 +218,7 @@ def test_an_error_of_the_caller_cancels_what_is_under_way() -> None:
     source = MemoryFetcher({"a": DATA})
 
     def take() -> None:
-        with source.fetch(requests_for(Bytes(0, SIZE)), threads=1) as arrivals:
+        with contextlib.closing(source.fetch(requests_for(Bytes(0, SIZE)), threads=1)) as arrivals:
             next(arrivals)
             raise ZeroDivisionError
 
