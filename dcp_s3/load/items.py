@@ -43,11 +43,12 @@ class Transfer:
         length, missing: number of bytes to fetch, and of those that have not arrived.
         loaded: the decoded value of an item that is no tensor.
         fetched_again: whether this is the second try, because a checksum did not match.
+        checksums: CRC-64/NVME of each range, as `mismatches` found it.
     """
 
     __slots__ = (
-        "_array", "_box", "_crcs", "_lock", "base", "checked", "complete", "fetched_again", "head", "into", "item",
-        "length", "loaded", "missing", "owned", "path", "ranges", "stored", "target",
+        "_array", "_box", "_crcs", "_lock", "base", "checked", "checksums", "complete", "fetched_again", "head", "into",
+        "item", "length", "loaded", "missing", "owned", "path", "ranges", "stored", "target",
     )  # fmt: skip
 
     def __init__(
@@ -83,6 +84,7 @@ class Transfer:
         self.checked, self.fetched_again = checked, False
         self.loaded: io.BytesIO | None = None
         self._crcs: list[tuple[int, int, int]] = []
+        self.checksums: list[int] = []
         self._lock = threading.Lock()
 
     def segments(self, ranges: Iterable[Range] | None = None) -> list[Segment]:
@@ -130,19 +132,19 @@ class Transfer:
             self.missing -= length
             return self.missing == 0
 
-    def checksums(self) -> list[int]:
-        """CRC-64/NVME of each range, as it arrived."""
-        if len(self._crcs) == 1:  # most of them, and there may be many
-            return [self._crcs[0][1]]
-        pieces, found, at = sorted(self._crcs), [], 0
-        for _, stop, _ in self.ranges:
-            first, at = at, bisect.bisect_left(pieces, (stop,), at)
-            found.append(combine_crc64nvme((crc, n) for _, crc, n in pieces[first:at]))
-        return found
-
     def mismatches(self) -> Sequence[tuple[Range, int]]:
         """The ranges whose bytes are not what was saved, with the CRC-64/NVME that was found. For when all are here."""
-        pairs = zip(self.ranges, self.checksums(), strict=True) if self.checked else ()
+        if not self.checked:
+            return ()
+        if len(self._crcs) == 1:  # most of them, and there may be many
+            self.checksums = [self._crcs[0][1]]
+        else:
+            pieces, at = sorted(self._crcs), 0
+            self.checksums = []
+            for _, stop, _ in self.ranges:
+                first, at = at, bisect.bisect_left(pieces, (stop,), at)
+                self.checksums.append(combine_crc64nvme((crc, n) for _, crc, n in pieces[first:at]))
+        pairs = zip(self.ranges, self.checksums, strict=True)
         return [(part, crc) for part, crc in pairs if part.crc is not None and part.crc != crc]
 
     def forget(self, part: Range) -> None:

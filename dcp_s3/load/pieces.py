@@ -124,7 +124,7 @@ class Piece:
             starts, length = lay_out(sections)
             first = self._fetched[sections[0].part]
             if len(sections) == 1 and length == first.length:
-                message, crc = torch.frombuffer(first.memory(0, length), dtype=torch.uint8), first.checksums()[0]
+                message, crc = torch.frombuffer(first.memory(0, length), dtype=torch.uint8), first.checksums[0]
             else:
                 message, crc = torch.empty(length, dtype=torch.uint8, device="cpu"), 0
                 for section, at in zip(sections, starts, strict=True):

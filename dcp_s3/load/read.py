@@ -30,7 +30,7 @@ from dcp_s3.load.fetch import Fetcher
 from dcp_s3.load.items import Transfer, elements_of
 from dcp_s3.load.plan import READ_GAP, SMALL_HALF, Box, StoredChunk, find_stored, plan_requests, ranges_of_box
 from dcp_s3.load.planner import some
-from dcp_s3.load.weights import get_etags
+from dcp_s3.load.weights import WeightsMetadata
 from dcp_s3.memory import counted_as_change, is_plain, synchronize_accelerator, view_bytes
 from dcp_s3.process import collector_paused, world_size
 from dcp_s3.s3.multipart import GETS_PER_SECOND, plan_part_size
@@ -55,7 +55,7 @@ class LoadExecutor:
         allow_dtype_cast: bool = True,
     ) -> None:
         self.fetcher = fetcher
-        fetcher.etags = get_etags(metadata)
+        fetcher.etags = metadata.etags if isinstance(metadata, WeightsMetadata) else {}
         self._url, self._metadata, self._transforms = str(fetcher.url), metadata, transforms
         self._weights_only, self._allow_dtype_cast = weights_only, allow_dtype_cast
         self._unproven = is_unproven(metadata)
@@ -208,9 +208,9 @@ class LoadExecutor:
         item, stored, target, name = transfer.item, transfer.stored, transfer.target, transfer.item.storage_index.fqn
         buffer, transfer.into = transfer.into, None
         data = memoryview(b"") if buffer is None else view_bytes(buffer)
-        kind = _kind_of(stored)
         try:
-            head = None if kind is None or target is None else find_head(kind, data)
+            kind = None if target is None else _kind_of(stored)
+            head = None if kind is None else find_head(kind, data)
             if head is not None:
                 raw = data[head.raw_offset : head.raw_offset + head.nbytes]
                 tensor = elements_of(raw, head.dtype) if raw.nbytes else torch.empty(0, dtype=head.dtype)

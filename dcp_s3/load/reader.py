@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import logging
 import os
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch.distributed as dist
@@ -33,7 +33,7 @@ from dcp_s3.load.weights import Fetched, fetch, find_uncommitted
 from dcp_s3.process import collector_paused, launch
 from dcp_s3.s3.store import store_of
 from dcp_s3.settings import Settings, SettingsLike, resolve_settings
-from dcp_s3.spill.local import LocalObjects, with_copies
+from dcp_s3.spill.local import LocalObjects
 from dcp_s3.store import Counters, Store
 from dcp_s3.torch_private import ReaderTransforms
 from dcp_s3.units import one_line
@@ -211,9 +211,7 @@ class S3StorageReader(StorageReader):
             return plan
         shares = self.load_sharing and not self.include_uncommitted
         where = f"{self.settings.endpoint_url or ''} {self._url}"
-        return dataclasses.replace(
-            plan, storage_data=make_offer(where, fetched.version, self._process_group, shares=shares)
-        )
+        return replace(plan, storage_data=make_offer(where, fetched.version, self._process_group, shares=shares))
 
     @called_by_dcp
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
@@ -234,7 +232,7 @@ class S3StorageReader(StorageReader):
             elif len(plans) > 1 and any(offer.shares for offer in offers):
                 logger.info("every rank reads %s by itself: %s", self._url, reason)
         return [
-            dataclasses.replace(plan, storage_data=mine) if isinstance(plan.storage_data, Offer) else plan
+            replace(plan, storage_data=mine) if isinstance(plan.storage_data, Offer) else plan
             for plan, mine in zip(plans, told, strict=True)
         ]
 
@@ -258,7 +256,7 @@ class S3StorageReader(StorageReader):
             sharing = Exchange(group, assignment, url=str(url))
         with sharing as exchange, contextlib.ExitStack() as stack:
             check_filled(plan, planner, self._metadata, str(url))
-            copies = with_copies(store, self.settings, url)
+            copies = store if self.settings.spill_dir is None else LocalObjects(store, self.settings, url)
             if self._fetched is not None and self._fetched.lease is not None:
                 stack.enter_context(self._fetched.lease.renewed())
             fetcher = Fetcher(copies, url, self.settings, "dcp_s3-download")
@@ -344,7 +342,7 @@ class S3StorageReader(StorageReader):
         if entry is None:
             raise missing_error(url, name, waiting.attachments)
         data = bytearray(entry.size)
-        with_copies(store, self.settings, url).read(url.key(entry.path), 0, memoryview(data))
+        LocalObjects(store, self.settings, url).read(url.key(entry.path), 0, memoryview(data))
         return check_bytes(bytes(data), url, entry)
 
     def attachments(self) -> list[str]:
@@ -401,11 +399,11 @@ class _UnreadableMetadata(Metadata):
         return object.__getattribute__(self, name)
 
 
+@dataclass(eq=False)
 class _FailureTeller:
     """Metadata that a reader has read carries it, so that a planner can tell of a failure. Copies tell nobody."""
 
-    def __init__(self, tell: Callable[[BaseException], None] = lambda _: None) -> None:
-        self.tell = tell
+    tell: Callable[[BaseException], None] = lambda _: None
 
     def __reduce__(self) -> tuple[type[_FailureTeller], tuple[()]]:
         return _FailureTeller, ()

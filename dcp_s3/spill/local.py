@@ -52,12 +52,13 @@ class LocalObjects(StoreWrapper):
     """Reads what files in the spill directory have of a checkpoint from there, unless a certain version is asked for;
     all else is ``store``'s. A file is used only if its size and checksum are right."""
 
-    def __init__(self, store: Store, spill: SpillStore, url: CheckpointURL) -> None:
+    def __init__(self, store: Store, settings: Settings, url: CheckpointURL) -> None:
         super().__init__(store)
+        spill = open_store(settings)
         self._lock = threading.Lock()  # held while a file is checked: others wait, which only costs time
         self._files = {
             url.key(spilled.entry.path): (save.path, spilled)
-            for save, spilled in find_waiting(spill)
+            for save, spilled in (find_waiting(spill) if spill else ())
             if save.journal.url == str(url)
         }
         self._right: set[str] = set()  # keys whose files were checked
@@ -100,9 +101,3 @@ class LocalObjects(StoreWrapper):
 
     def distrust(self, key: str) -> None:
         self._files.pop(key, None)
-
-
-def with_copies(store: Store, settings: Settings, url: CheckpointURL) -> Store:
-    """The store for a load of one checkpoint: with what this host's spill directory has of it in front."""
-    spill = open_store(settings)
-    return store if spill is None else LocalObjects(store, spill, url)
