@@ -17,6 +17,8 @@ import operator
 import pickle
 import reprlib
 from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any, NoReturn, TypeGuard, cast
 
 import torch
@@ -170,15 +172,16 @@ _MAX_DIMS = 64  # as many as torch's kernels take
 _MAX_DEPTH = 50  # the paths in a nested state are flat
 
 
+@dataclass(eq=False)
 class _Checks:
     """Checks mirrors, and makes torch's metadata of them."""
 
-    def __init__(self, url: str) -> None:
-        self._url = url
-        self._fits = functools.cache(_fits)  # tensors are cut alike
-        # Plain values that hold others: id -> the value (kept so that its id is not reused), and how deeply it is
-        # nested. They may share parts.
-        self._known: dict[int, tuple[Any, int]] = {}
+    _url: str
+    _fits: Callable[..., bool] = field(default_factory=lambda: functools.cache(_fits))
+    """Tensors are cut alike."""
+    _known: dict[int, tuple[Any, int]] = field(default_factory=dict)
+    """Plain values that hold others: id -> the value (kept so that its id is not reused), and how deeply it is nested.
+    They may share parts."""
 
     def check(self, metadata: Any) -> dcp.Metadata:
         """The metadata that a mirror stands for."""

@@ -115,7 +115,12 @@ class Fetcher:
             self.cancel()
             raise
         finally:
-            work.close()
+            with work.changed:  # begin no more requests, and wait for those under way
+                work.is_over = True
+                work.queue.clear()
+            for thread in work.threads:
+                if thread.ident is not None:
+                    thread.join()
 
     def fetch_alone(self, transfers: Sequence[Transfer]) -> None:
         """Fetch transfers that lie one after the other in an object, on this thread, in one request."""
@@ -218,12 +223,12 @@ class _Work:
     """The threads of one fetch, their queue of requests, which are halved for threads without one, and the outcomes."""
 
     def __init__(self, requests: Collection[ReadRequest], carry_out: Callable[..., Any], name: str) -> None:
-        self._queue = deque(requests)
+        self.queue = deque(requests)
         """Requests to be taken first: the largest, or what is fetched again."""
         self._carry_out, self._name = carry_out, name
         self._inference = torch.is_inference_mode_enabled()  # a property of the thread
-        self._changed = threading.Lock()
-        self._threads: list[threading.Thread] = []
+        self.changed = threading.Lock()
+        self.threads: list[threading.Thread] = []
         self._alive = self._wanted = self._starting = 0
         self.outcomes: queue.SimpleQueue[list[Transfer] | BaseException | None] = queue.SimpleQueue()
         """Finished transfers of each request that was carried out. None from each thread that has ended."""
@@ -235,11 +240,11 @@ class _Work:
 
     def resize(self, count: int) -> None:
         """Have ``count`` threads from now on. Those too many end when they have done their request."""
-        with self._changed:
+        with self.changed:
             self._wanted = count
             while self._alive < count and not self.is_over:
-                thread = threading.Thread(target=self._run, name=f"{self._name}-{len(self._threads)}")
-                self._threads.append(thread)  # before start(): an interrupt in it may leave the thread running
+                thread = threading.Thread(target=self._run, name=f"{self._name}-{len(self.threads)}")
+                self.threads.append(thread)  # before start(): an interrupt in it may leave the thread running
                 thread.start()
                 self._alive += 1
                 self._starting += 1
@@ -250,38 +255,29 @@ class _Work:
         try:
             with torch.inference_mode(self._inference):
                 while True:
-                    with self._changed:
+                    with self.changed:
                         self._starting -= is_new
                         is_new = False
                         if self._alive > self._wanted:
                             self._alive -= 1
                             break
-                        request = self._queue.popleft() if self._queue else None
+                        request = self.queue.popleft() if self.queue else None
                         self.is_over = request is None
                         if request is None:
                             self._alive -= 1
                             break
-                        if len(self._queue) < self._starting and (halves := halve(request)) is not None:
+                        if len(self.queue) < self._starting and (halves := halve(request)) is not None:
                             request, other = halves
-                            self._queue.append(other)
+                            self.queue.append(other)
                     finished, again = self._carry_out(request, self.moved)
                     if again:
-                        with self._changed:
-                            self._queue.extendleft(again)
+                        with self.changed:
+                            self.queue.extendleft(again)
                     self.outcomes.put(finished)
         except BaseException as error:  # noqa: BLE001 - the iterator raises it
             self.outcomes.put(error)
         finally:
             self.outcomes.put(None)
-
-    def close(self) -> None:
-        """Begin no more requests, and wait for those under way."""
-        with self._changed:
-            self.is_over = True
-            self._queue.clear()
-        for thread in self._threads:
-            if thread.ident is not None:
-                thread.join()
 
 
 # --- memory that receives -----------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
 from dcp_s3 import errors
-from dcp_s3.format.blocks import Blocks, Range, get_blocks, get_crc, get_raw_offset, widen
+from dcp_s3.format.blocks import Blocks, Range, get_blocks, get_facts, widen
 from dcp_s3.format.saved_entries import find_chunk
 from dcp_s3.torch_private import StorageInfo
 
@@ -168,7 +168,7 @@ def find_stored(metadata: Metadata, index: MetadataIndex, kind: LoadItemType, ur
     info = metadata.storage_data.get(index)
     if info is None:
         raise damaged("lies nowhere")
-    raw_offset, crc, whole = get_raw_offset(info), get_crc(info), torch.Size((info.length,))
+    (raw_offset, crc), whole = get_facts(info), torch.Size((info.length,))
     whole_crc = crc if raw_offset is None else None
     if kind == LoadItemType.BYTE_IO:
         if info.length == 0:
