@@ -132,10 +132,10 @@ class Transfer:
             self.missing -= length
             return self.missing == 0
 
-    def mismatches(self) -> Sequence[tuple[Range, int]]:
+    def mismatches(self) -> list[tuple[Range, int]]:
         """The ranges whose bytes are not what was saved, with the CRC-64/NVME that was found. For when all are here."""
         if not self.checked:
-            return ()
+            return []
         if len(self._crcs) == 1:  # most of them, and there may be many
             self.checksums = [self._crcs[0][1]]
         else:

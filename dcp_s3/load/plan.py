@@ -219,11 +219,10 @@ def ranges_of_box(
     """The runs of bytes of a chunk to fetch for a box of it, widened to what the recorded checksums can check. A gap of
     at most ``max_gap`` bytes between two runs is fetched as well: skipping it would take longer. Raises ValueError if
     the box is not inside the chunk."""
+    runs = block_runs(sizes, box, element_size, element_size if blocks is None else blocks.size, max_gap)
     if blocks is None:
-        runs = runs_of_box(sizes, box, max_gap // element_size)
-        return [Range(start * element_size, stop * element_size, None) for start, stop in runs]
+        return [Range(start, stop, None) for start, stop in runs]
     nbytes = math.prod(sizes) * element_size
-    runs = block_runs(sizes, box, element_size, blocks.size, max_gap)
     return [widen(start, stop, nbytes, blocks) for start, stop in runs]
 
 
@@ -233,7 +232,7 @@ def block_runs(sizes: Sequence[int], box: Box, element_size: int, block: int, ma
     nbytes = math.prod(sizes) * element_size
     merged: list[tuple[int, int]] = []
     # Runs closer than a block are merged anyway.
-    for start, stop in runs_of_box(sizes, box, max(max_gap, block) // element_size):
+    for start, stop in runs_of_box(sizes, box, max(max_gap, block - 1) // element_size):
         first = start * element_size // block * block
         if merged and first - merged[-1][1] <= max_gap:
             first = merged.pop()[0]

@@ -9,7 +9,6 @@ import contextlib
 import functools
 import io
 import logging
-import math
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from itertools import dropwhile
@@ -326,7 +325,7 @@ def find_late(transfers: Sequence[Transfer]) -> list[int]:
     Of entries that share memory (tied parameters) the last one in the plan wins, as with torch's readers, unless what
     was saved for them is known to be the same.
     """
-    spans: list[tuple[float, float, int]] = []  # of memory, each with the number of the item
+    places: dict[int, tuple[int, int]] = {}  # in memory: of the first byte, and of that after the last
     for number, transfer in enumerate(transfers):
         target = transfer.target
         if target is None or not is_plain(target) or target.numel() == 0:
@@ -335,26 +334,28 @@ def find_late(transfers: Sequence[Transfer]) -> list[int]:
         if not target.is_contiguous():
             last = sum((size - 1) * stride for size, stride in zip(target.shape, target.stride(), strict=True))
             size = (last + 1) * target.element_size()
-        spans.append((start, start + size, number))
+        places[number] = start, start + size
+    groups: list[list[int]] = []  # that overlap, directly or through others
+    end = -1
+    for number, (start, stop) in sorted(places.items(), key=itemgetter(1)):
+        if start >= end:
+            groups.append([])
+        groups[-1].append(number)
+        end = max(end, stop)
     late: list[int] = []
-    group: list[tuple[float, float, int]] = []  # that overlap, directly or through others
-    end = -math.inf
-    for span in [*sorted(spans), (math.inf, math.inf, -1)]:
-        if span[0] >= end and len(group) > 1:  # most share no memory
-            numbers = sorted(number for _, _, number in group)
-            contents: dict[str, list[object]] = {}  # of each entry: its items may lie between those of another
-            for low, high, number in sorted(group, key=itemgetter(2)):
-                item, stored = transfers[number].item, transfers[number].stored
-                place = low, high, item.dest_offsets, item.lengths, item.storage_offsets
-                contents.setdefault(item.dest_index.fqn, []).append((place, stored.sizes, stored.crc))
-            known = all(transfers[number].stored.crc is not None for number in numbers)
-            if len(set(map(tuple, contents.values()))) > 1 or not known:
-                first = transfers[numbers[0]].item.dest_index.fqn
-                late += dropwhile(lambda number: transfers[number].item.dest_index.fqn == first, numbers)  # noqa: B023
-        if span[0] >= end:
-            group, end = [], -math.inf
-        group.append(span)
-        end = max(end, span[1])
+    for group in groups:
+        if len(group) == 1:  # most share no memory
+            continue
+        group.sort()
+        contents: dict[str, list[object]] = {}  # of each entry: its items may lie between those of another
+        for number in group:
+            item, stored = transfers[number].item, transfers[number].stored
+            where = places[number], item.dest_offsets, item.lengths, item.storage_offsets
+            contents.setdefault(item.dest_index.fqn, []).append((where, stored.sizes, stored.crc))
+        known = all(transfers[number].stored.crc is not None for number in group)
+        if len(set(map(tuple, contents.values()))) > 1 or not known:
+            first = next(iter(contents))
+            late += dropwhile(lambda number: transfers[number].item.dest_index.fqn == first, group)  # noqa: B023
     return sorted(late)
 
 

@@ -92,11 +92,11 @@ class Drainer:
                 report.busy = True
                 return report
             self.store.tidy()
-            for broken in self.store.list_broken():
+            saves, unreadable = self.store.read()
+            for broken in unreadable:
                 if broken.is_final:
                     self.store.refuse(broken.path, broken.reason)
                 (report.refused if broken.is_final else report.waiting)[broken.path.name] = broken.reason
-            saves = self.store.scan()
             # Data first: commits wait for it.
             for save in sorted(saves, key=lambda save: save.journal.commit is not None):
                 try:

@@ -10,20 +10,14 @@ from typing import NamedTuple
 from dcp_s3.errors import ObjectNotFoundError, StorageError
 from dcp_s3.memory import targets_of
 from dcp_s3.settings import Settings
-from dcp_s3.spill.journal import Journal, SpilledObject, State
-from dcp_s3.spill.store import DamagedFileError, SpilledSave, SpillStore, open_store
+from dcp_s3.spill.journal import Journal, State
+from dcp_s3.spill.store import DamagedFileError, SpillStore, open_store
 from dcp_s3.store import Into, Moved, ReadWidth, Store
 from dcp_s3.stores.directory import DirectoryStore
 from dcp_s3.stores.wrapper import StoreWrapper
 from dcp_s3.url import CheckpointURL
 
 logger = logging.getLogger(__name__)
-
-
-def find_waiting(store: SpillStore) -> Iterator[tuple[SpilledSave, SpilledObject]]:
-    """The objects that wait for S3, in the directories of their saves. Nothing is changed."""
-    for save in store.scan():
-        yield from ((save, spilled) for spilled in save.journal.objects)
 
 
 class WaitingCommit(NamedTuple):
@@ -58,8 +52,9 @@ class LocalObjects(StoreWrapper):
         self._lock = threading.Lock()  # held while a file is checked: others wait, which only costs time
         self._files = {
             url.key(spilled.entry.path): (save.path, spilled)
-            for save, spilled in (find_waiting(spill) if spill else ())
+            for save in (spill.scan() if spill else ())
             if save.journal.url == str(url)
+            for spilled in save.journal.objects
         }
         self._right: set[str] = set()  # keys whose files were checked
         self._sizes: list[int] = []  # of what was read from files

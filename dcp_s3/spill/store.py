@@ -201,22 +201,21 @@ class SpillStore:
 
     def scan(self) -> list[SpilledSave]:
         """The saves, oldest first, without damaged and unreadable ones."""
-        return [found for found in self._read() if isinstance(found, SpilledSave)]
+        return self.read()[0]
 
-    def list_broken(self) -> list[RefusedSave]:
-        """The saves whose journals are damaged, or cannot be read now."""
-        return [found for found in self._read() if isinstance(found, RefusedSave)]
-
-    def _read(self) -> Iterator[SpilledSave | RefusedSave]:
+    def read(self) -> tuple[list[SpilledSave], list[RefusedSave]]:
+        """The saves, oldest first, and those whose journals are damaged, or cannot be read now."""
+        saves, broken = list[SpilledSave](), list[RefusedSave]()
         for path in _directories(self.saves):
             try:
-                yield SpilledSave(self, path, read_journal(path))
+                saves.append(SpilledSave(self, path, read_journal(path)))
             except FileNotFoundError:
                 continue
             except JournalError as error:
-                yield RefusedSave(path, f"the journal is damaged: {error}")
+                broken.append(RefusedSave(path, f"the journal is damaged: {error}"))
             except OSError as error:
-                yield RefusedSave(path, f"the journal cannot be read: {error}", is_final=False)
+                broken.append(RefusedSave(path, f"the journal cannot be read: {error}", is_final=False))
+        return saves, broken
 
     def tidy(self) -> None:
         """Remove remains of saves whose process died while making or removing them. For the drain."""
