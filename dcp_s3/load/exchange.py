@@ -134,14 +134,12 @@ class Exchange(Messages):
             if is_on:
                 self._provided.get()
                 receiver = threading.Thread(target=self._receive_all, name="dcp_s3-receive")
-                try:
+                with self._reporting():  # no thread is left
                     receiver.start()
-                except RuntimeError as error:  # no thread is left
-                    self.fail(error)
-                    self._send_all()
+                self._send_all()
+                if receiver.ident is None:
                     self._receive_all()
                 else:
-                    self._send_all()
                     receiver.join()
             self.end()
         finally:

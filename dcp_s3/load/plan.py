@@ -87,24 +87,6 @@ def covering_run(sizes: Sequence[int], box: Box) -> tuple[int, int]:
     return first, first + 1 + sum((n - 1) * stride for n, stride in zip(lengths, strides, strict=True))
 
 
-def runs_of_box(sizes: Sequence[int], box: Box, max_gap: int) -> list[tuple[int, int]]:
-    """Runs of elements, in row-major order, that together cover a box: the first element and the one after the last of
-    each, more than ``max_gap`` apart. Raises ValueError if the box is not inside the array."""
-    start, stop = covering_run(sizes, box)
-    if start == stop:
-        return []
-    strides = row_major_strides(sizes)
-    # From the innermost dimension outwards: a run spans the box in all dimensions from ``dim`` on.
-    dim, span = len(sizes), 1
-    while dim > 0 and (box.lengths[dim - 1] == 1 or strides[dim - 1] - span <= max_gap):
-        dim -= 1
-        span += (box.lengths[dim] - 1) * strides[dim]
-    starts = [start]
-    for outer in range(dim):
-        starts = [at + index * strides[outer] for at in starts for index in range(box.lengths[outer])]
-    return [(at, at + span) for at in starts]
-
-
 def find_section(sizes: Sequence[int], box: Box, start: int, stop: int) -> tuple[int, int]:
     """The elements of ``box`` among elements ``start`` to ``stop`` of its array: the first, and the one after the last,
     in the row-major order of the box."""
@@ -229,14 +211,25 @@ def ranges_of_box(
 def block_runs(sizes: Sequence[int], box: Box, element_size: int, block: int, max_gap: int) -> list[tuple[int, int]]:
     """The runs of bytes of a chunk, in whole blocks, that have a box of it, more than ``max_gap`` apart; ValueError if
     the box is not inside the chunk."""
-    nbytes = math.prod(sizes) * element_size
+    start, stop = covering_run(sizes, box)
+    if start == stop:
+        return []
+    strides, nbytes = row_major_strides(sizes), math.prod(sizes) * element_size
+    gap = max(max_gap, block - 1) // element_size  # runs closer than a block are merged anyway
+    # From the innermost dimension outwards: a run spans the box in all dimensions from ``dim`` on.
+    dim, span = len(sizes), 1
+    while dim > 0 and (box.lengths[dim - 1] == 1 or strides[dim - 1] - span <= gap):
+        dim -= 1
+        span += (box.lengths[dim] - 1) * strides[dim]
+    starts = [start]
+    for outer in range(dim):
+        starts = [at + index * strides[outer] for at in starts for index in range(box.lengths[outer])]
     merged: list[tuple[int, int]] = []
-    # Runs closer than a block are merged anyway.
-    for start, stop in runs_of_box(sizes, box, max(max_gap, block - 1) // element_size):
-        first = start * element_size // block * block
+    for at in starts:
+        first = at * element_size // block * block
         if merged and first - merged[-1][1] <= max_gap:
             first = merged.pop()[0]
-        merged.append((first, min(-(-stop * element_size // block) * block, nbytes)))
+        merged.append((first, min(-(-(at + span) * element_size // block) * block, nbytes)))
     return merged
 
 
