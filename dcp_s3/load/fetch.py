@@ -43,7 +43,7 @@ _BUFFER = 16 * 2**20
 
 
 class Fetcher:
-    """Fetches from one checkpoint's objects in a store, on threads of a ``name``.
+    """Fetches from one checkpoint's objects in a store.
 
     Args:
         buffers: bytes of memory for what cannot be received in place; None: `LOAD_BUFFERS`.
@@ -59,13 +59,12 @@ class Fetcher:
         store: Store,
         url: CheckpointURL,
         settings: Settings,
-        name: str,
         *,
         buffers: int | None = None,
     ) -> None:
         self._cancel = threading.Event()
         self.store = store.within(replace(store.limit, cancel=self._cancel).shared(settings.stall_timeout))
-        self.url, self.settings, self._name = url, settings, name
+        self.url, self.settings = url, settings
         self.buffers = LOAD_BUFFERS if buffers is None else buffers
         share = self.buffers // settings.max_connections
         self.max_buffered = max(_SMALL_BUFFER, min(settings.max_part_size, max(share, min(_BUFFER, self.buffers // 8))))
@@ -91,7 +90,7 @@ class Fetcher:
             threads: number of requests at once; None: as many as fill the link.
             most: highest number of requests at once.
         """
-        work = _Work(requests, self.carry_out, self._name)
+        work = _Work(requests, self.carry_out)
         try:
             with contextlib.ExitStack() as stack:
                 if threads is None:
@@ -142,7 +141,7 @@ class Fetcher:
         finished: list[Transfer] = []
         again: list[Segment] = []
         for transfer in self.receive(request, moved):
-            if wrong := transfer.mismatches():
+            if wrong := transfer.verify():
                 (part, found), name = wrong[0], transfer.item.storage_index.fqn
                 if transfer.fetched_again:
                     start, stop = transfer.base + part.start, transfer.base + part.stop
@@ -155,8 +154,6 @@ class Fetcher:
                 logger.warning("checksum of %r in %s does not match; fetching it again", name, self.url)
                 transfer.fetched_again = True
                 self.store.distrust(self.url.key(transfer.path))
-                for part, _ in wrong:
-                    transfer.forget(part)
                 again += transfer.segments([part for part, _ in wrong])
             elif transfer.complete is not None and (instead := transfer.complete(transfer)) is not None:
                 again += instead.segments()
@@ -222,10 +219,10 @@ class Fetcher:
 class _Work:
     """The threads of one fetch, their queue of requests, which are halved for threads without one, and the outcomes."""
 
-    def __init__(self, requests: Collection[ReadRequest], carry_out: Callable[..., Any], name: str) -> None:
+    def __init__(self, requests: Collection[ReadRequest], carry_out: Callable[..., Any]) -> None:
         self.queue = deque(requests)
         """Requests to be taken first: the largest, or what is fetched again."""
-        self._carry_out, self._name = carry_out, name
+        self._carry_out = carry_out
         self._inference = torch.is_inference_mode_enabled()  # a property of the thread
         self.changed = threading.Lock()
         self.threads: list[threading.Thread] = []
@@ -243,7 +240,7 @@ class _Work:
         with self.changed:
             self._wanted = count
             while self._alive < count and not self.is_over:
-                thread = threading.Thread(target=self._run, name=f"{self._name}-{len(self.threads)}")
+                thread = threading.Thread(target=self._run, name=f"dcp_s3-download-{len(self.threads)}")
                 self.threads.append(thread)  # before start(): an interrupt in it may leave the thread running
                 thread.start()
                 self._alive += 1

@@ -43,7 +43,7 @@ class Transfer:
         length, missing: number of bytes to fetch, and of those that have not arrived.
         loaded: the decoded value of an item that is no tensor.
         fetched_again: whether this is the second try, because a checksum did not match.
-        checksums: CRC-64/NVME of each range, as `mismatches` found it.
+        checksums: CRC-64/NVME of each range, as `verify` found it.
     """
 
     __slots__ = (
@@ -132,8 +132,9 @@ class Transfer:
             self.missing -= length
             return self.missing == 0
 
-    def mismatches(self) -> list[tuple[Range, int]]:
-        """The ranges whose bytes are not what was saved, with the CRC-64/NVME that was found. For when all are here."""
+    def verify(self) -> list[tuple[Range, int]]:
+        """The ranges whose bytes are not what was saved, with the CRC-64/NVME that was found; they can be received
+        again. For when all are here."""
         if not self.checked:
             return []
         if len(self._crcs) == 1:  # most of them, and there may be many
@@ -145,13 +146,11 @@ class Transfer:
                 first, at = at, bisect.bisect_left(pieces, (stop,), at)
                 self.checksums.append(combine_crc64nvme((crc, n) for _, crc, n in pieces[first:at]))
         pairs = zip(self.ranges, self.checksums, strict=True)
-        return [(part, crc) for part, crc in pairs if part.crc is not None and part.crc != crc]
-
-    def forget(self, part: Range) -> None:
-        """Prepare to receive a range again."""
-        with self._lock:
+        wrong = [(part, crc) for part, crc in pairs if part.crc is not None and part.crc != crc]
+        for part, _ in wrong:
             self._crcs = [piece for piece in self._crcs if not part.start <= piece[0] < part.stop]
             self.missing += part.stop - part.start
+        return wrong
 
 
 # --- elements of boxes ------------------------------------------------------------------------------

@@ -181,10 +181,8 @@ class S3StorageReader(StorageReader):
                 rank = process.rank() if process.is_initialized() else launch().rank
             try:
                 self._fetched = fetch(store, url, self.settings, rank, include_uncommitted=uncommitted)
-            except errors.CheckpointDeletedError:
-                raise
-            except errors.CheckpointNotFoundError:
-                raise error from None
+            except errors.CheckpointNotFoundError as own:
+                raise (own if isinstance(own, errors.CheckpointDeletedError) else error) from None
         return self._fetched.metadata
 
     @called_by_dcp
@@ -259,7 +257,7 @@ class S3StorageReader(StorageReader):
             copies = store if self.settings.spill_dir is None else LocalObjects(store, self.settings, url)
             if self._fetched is not None and self._fetched.lease is not None:
                 stack.enter_context(self._fetched.lease.renewed())
-            fetcher = Fetcher(copies, url, self.settings, "dcp_s3-download")
+            fetcher = Fetcher(copies, url, self.settings)
             executor = LoadExecutor(
                 fetcher, self._metadata, self._transforms,
                 weights_only=self.weights_only, allow_dtype_cast=self.allow_dtype_cast,
@@ -269,7 +267,7 @@ class S3StorageReader(StorageReader):
                 (began, before), now = self._began, store.counters()
                 event = Loaded(
                     url=str(url), step=self._step, rank=process.rank(), ranks=process.world_size(),
-                    bytes=sum(fetcher.fetched), disk_bytes=copies.read_bytes if isinstance(copies, LocalObjects) else 0,
+                    bytes=sum(fetcher.fetched), disk_bytes=sum(copies.sizes) if isinstance(copies, LocalObjects) else 0,
                     seconds=time.monotonic() - began, hedged=now.hedged - before.hedged,
                     throttled=now.throttled - before.throttled,
                 )  # fmt: skip

@@ -219,7 +219,7 @@ class OpenCheckpoint:
         """Reads that share a fetcher, one after the other; ``buffers``: see `Fetcher`."""
         nothing = torch.Size((0,))
         store = self.store if self.settings.spill_dir is None else LocalObjects(self.store, self.settings, self.url)
-        fetcher = Fetcher(store, self.url, self.settings, "dcp_s3-download", buffers=buffers)
+        fetcher = Fetcher(store, self.url, self.settings, buffers=buffers)
         executor = LoadExecutor(fetcher, self.metadata, ReaderTransforms(None), weights_only=weights_only)
 
         def fill(targets: Sequence[Target], objects: Sequence[str]) -> dict[str, Any]:

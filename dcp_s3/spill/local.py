@@ -57,12 +57,8 @@ class LocalObjects(StoreWrapper):
             for spilled in save.journal.objects
         }
         self._right: set[str] = set()  # keys whose files were checked
-        self._sizes: list[int] = []  # of what was read from files
-
-    @property
-    def read_bytes(self) -> int:
-        """Bytes that were read from files."""
-        return sum(self._sizes)
+        self.sizes: list[int] = []
+        """Bytes of each read from a file."""
 
     def read(self, key: str, start: int, into: Into, etag: str | None = None, *, moved: Moved | None = None) -> None:
         targets = targets_of(into)
@@ -86,7 +82,7 @@ class LocalObjects(StoreWrapper):
                 for target in targets:
                     target.start_again()
             else:
-                self._sizes.append(sum(target.view.nbytes for target in targets))
+                self.sizes.append(sum(target.view.nbytes for target in targets))
                 return
         self.store.read(key, start, targets, etag, moved=moved)
 

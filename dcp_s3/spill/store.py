@@ -96,7 +96,7 @@ class SpilledSave:
         # Made elsewhere and moved: every directory in saves/ has a journal, and a lock while it is being written.
         root, new = self.store.path, self.store.path / "new" / self.name
         with as_spill_error(root, "create a directory"):
-            self.store.make()
+            root.mkdir(mode=0o700, parents=True, exist_ok=True)  # one that is there stays as it is
             is_new = not self.store.saves.exists()
             _make_private(self.store.saves)
             if is_new:
@@ -190,10 +190,6 @@ class SpillStore:
         self.takes_nothing = False
         """Set by a save that could not write there, for itself."""
 
-    def make(self) -> None:
-        """Make the directory, for its owner only, if it is missing. One that is there stays as it is."""
-        self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
-
     def begin(self, journal: Journal, role: str) -> SpilledSave:
         """One rank's objects of a save, or its commit, to be entered: ``role`` is the rank or ``commit``."""
         name = f"{int(journal.created_at * 1000):014d}-{journal.save_id}-{role}-{secrets.token_hex(3)}"
@@ -281,7 +277,7 @@ class SpillStore:
         process."""
         with contextlib.ExitStack() as stack:
             try:
-                self.make()
+                self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
                 alone = stack.enter_context(_locked(self.path / "drainer.lock", wait=False))
             except OSError as error:
                 raise SpillError(f"cannot drain {self.path}: {error.strerror}") from error
