@@ -201,10 +201,8 @@ def warn_of_unsafe_item(fqn: str, stream: io.BytesIO) -> None:
 
 
 def _find_refusal(stream: io.BytesIO, *, ask_torch: bool) -> tuple[list[str], Exception | None]:
-    """Names of globals that nobody has allowed, and what is wrong; None if nothing is, as far as was asked.
-
-    The position moves.
-    """
+    """Names of globals that nobody has allowed, and what is wrong; None if nothing is, as far as was asked. The
+    position moves."""
     try:
         _unpickle_archive(stream, ITEMS, _find_allowed)
     except BadArchiveError as error:
@@ -292,12 +290,7 @@ def _find_any(module: str, name: str) -> Any:
 def _unpickle_archive(
     stream: io.BytesIO, table: Mapping[str, Any], find_other: Callable[[str, str], Any] | None = None
 ) -> Any:
-    """Unpickle the stand-in for the value in a torch.save archive (see `unpickle`). The stream's position moves.
-
-    Raises:
-        BadArchiveError: it is damaged, or should not be read.
-        MalformedPickleError: a storage is larger than what is stored, or the pickle is not what torch.save writes.
-    """
+    """Unpickle the stand-in for the value in a torch.save archive (see `unpickle`). The stream's position moves."""
     with stream.getbuffer() as data:
         size, signature = data.nbytes, bytes(data[:4])
     if signature != SIGNATURE:  # or torch.load would take it for the format before archives

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 
 from dcp_s3 import errors
-from dcp_s3.format.archive import MAX_HEAD, ArchiveHead, FramingError, HeadError, compute_frame, parse_head
+from dcp_s3.format.archive import MAX_HEAD, ArchiveHead, FramingError, compute_frame, parse_head
 from dcp_s3.format.blocks import Range
 from dcp_s3.format.metadata import is_unproven
 from dcp_s3.format.safe_items import check_item, check_storages
@@ -382,7 +382,7 @@ def expect_head(kind: ItemKind) -> tuple[bytes, ArchiveHead | None]:
     expected; the item's own head is fetched with them, and must say the same.
     """
     header = b""
-    with contextlib.suppress(FramingError, HeadError, RuntimeError, MemoryError):  # RuntimeError: too much for torch
+    with contextlib.suppress(FramingError, RuntimeError, MemoryError):  # RuntimeError: too much for torch
         dtype, shape, length = kind
         frame = compute_frame(dtype, shape)
         if frame.length == length:
@@ -397,9 +397,8 @@ def find_head(kind: ItemKind, data: bytes | memoryview) -> ArchiveHead | None:
     header, head = expect_head(kind)
     if head is not None and bytes(data[: head.length]) == header:
         return head
-    with contextlib.suppress(HeadError):
-        head = parse_head(bytes(data[:MAX_HEAD]))
-        dtype, shape, length = kind
-        right = (head.dtype, head.shape) == (dtype, tuple(shape))
-        return head if right and head.raw_offset + head.nbytes <= length else None
-    return None
+    head = parse_head(bytes(data[:MAX_HEAD]))
+    dtype, shape, length = kind
+    if head is None or (head.dtype, head.shape) != (dtype, tuple(shape)) or head.raw_offset + head.nbytes > length:
+        return None
+    return head

@@ -248,11 +248,11 @@ class S3StorageReader(StorageReader):
         if self._metadata is None:
             raise errors.SaveProtocolError("read_data was called before set_up_storage_reader")
         (url, store), assignment = self._here(), plan.storage_data
-        sharing: contextlib.AbstractContextManager[Exchange | None] = contextlib.nullcontext()
-        if isinstance(assignment, Assignment):
-            group: Any = self._process_group if assignment.group == "given" else dist.group.WORLD
-            sharing = Exchange(group, assignment, url=str(url))
-        with sharing as exchange, contextlib.ExitStack() as stack:
+        with contextlib.ExitStack() as stack:
+            exchange = None
+            if isinstance(assignment, Assignment):
+                group: Any = self._process_group if assignment.group == "given" else dist.group.WORLD
+                exchange = stack.enter_context(Exchange(group, assignment, url=str(url)))
             check_filled(plan, planner, self._metadata, str(url))
             copies = store if self.settings.spill_dir is None else LocalObjects(store, self.settings, url)
             if self._fetched is not None and self._fetched.lease is not None:
