@@ -172,7 +172,7 @@ def fetch_weights(store: Store, url: CheckpointURL) -> WeightsMetadata | None:
 class Fetched(NamedTuple):
     metadata: Metadata
     version: int  # hash of its bytes
-    lease: ReaderLease | None  # lease on the checkpoint; None without, as if its commit waits on this host's disk
+    lease: ReaderLease | None  # None without ``reader_lease``, or if its commit waits on this host's disk
     rank: int | None = None  # the rank whose metadata it is; None for that of all ranks
 
 
@@ -211,8 +211,7 @@ def find_uncommitted(store: Store, settings: Settings, url: CheckpointURL, rank:
     spill = open_store(settings)
     found = None
     for waiting in find_commits(spill, str(url)) if spill else ():
-        commit = waiting.journal.commit
-        if commit is not None and commit.rank == rank:
+        if waiting.journal.commit is not None and waiting.journal.commit.rank == rank:
             found = waiting
     if found is None:
         return None

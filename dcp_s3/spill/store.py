@@ -276,11 +276,9 @@ class SpillStore:
         """Try to become the only drainer of this directory; yields whether that worked. The lock dies with the
         process."""
         with contextlib.ExitStack() as stack:
-            try:
+            with as_spill_error(self.path, "lock a file"):
                 self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
                 alone = stack.enter_context(_locked(self.path / "drainer.lock", wait=False))
-            except OSError as error:
-                raise SpillError(f"cannot drain {self.path}: {error.strerror}") from error
             yield alone
 
 
