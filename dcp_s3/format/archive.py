@@ -257,16 +257,16 @@ def parse_head(data: bytes) -> ArchiveHead | None:
             itemsize = tensor.dtype.itemsize
             nbytes = math.prod(tensor.shape) * itemsize
             return ArchiveHead(end, end + tensor.offset * itemsize, nbytes, tensor.dtype, tensor.shape)
-        if not name or name.startswith(f"{folder}/data/"):
-            return None  # the end, or another storage than the tensor's
+        if not end or name.startswith(f"{folder}/data/"):
+            return None  # no more records, or another storage than the tensor's
         if name == f"{folder}/byteorder":
             byteorder = "big" if data.startswith(b"big", end) else "little"
     return None
 
 
 def _read_local_header(data: bytes, position: int) -> tuple[str, int, int | None]:
-    """A record of the archive: its name, where its bytes begin, and their number (None: a descriptor tells it). Without
-    a name: there is none that is whole, neither compressed nor encrypted."""
+    """A record of the archive: its name, where its bytes begin, and their number (None: a descriptor tells it). They
+    begin at 0 if no record is there that is whole, neither compressed nor encrypted."""
     none = "", 0, None
     name_start = position + _LOCAL_HEADER.size
     if position < 0 or len(data) < name_start:

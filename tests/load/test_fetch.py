@@ -6,6 +6,8 @@ import contextlib
 import gc
 import math
 import random
+import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from unittest import mock
@@ -152,6 +154,17 @@ def test_a_changed_byte_that_is_fetched_is_noticed_and_repaired(
         assert torch.equal(item.target, item.expected)
 
 
+@pytest.mark.parametrize("kind", ["cast", "strided"])
+def test_what_never_matches_does_not_get_into_a_tensor_through_a_buffer(kind: str) -> None:
+    chunk = torch.arange(1, 101, dtype=torch.float32)
+    item = Placed(chunk, 0, Box((0,), (100,)), kind)
+    damaged = bytearray(view_bytes(chunk))
+    damaged[-1] ^= 1
+    with pytest.raises(errors.CorruptCheckpointError, match="twice"):
+        fetch(MemoryFetcher({_PATH: bytes(damaged)}), requests_for(item.transfer(checked=True, max_gap=0)))
+    assert not item.target.any()
+
+
 # --- by threads -----------------------------------------------------------------------------------------
 
 DATA = bytes(range(256)) * 2048
@@ -203,6 +216,15 @@ def test_where_there_are_more_threads_than_requests_they_get_halves(monkeypatch:
     assert len(asked) > 4
 
 
+def test_gaps_beside_short_segments_are_not_in_their_checksums() -> None:
+    transfers = [Bytes(0, 50), Bytes(60, 50), Bytes(200, 1000), Bytes(1250, 50)]
+    (request,) = plan_requests([s for each in transfers for s in each.segments()], max_request=2**17, max_gap=100)
+    source = MemoryFetcher({"a": DATA})
+    assert sorted(each.base for each in source.receive(request)) == [0, 60, 200, 1250]
+    for each in transfers:
+        assert (each.verify(), bytes(view_bytes(each.data))) == ([], DATA[each.base :][: each.length])
+
+
 def test_what_does_not_match_is_fetched_once_more_and_not_from_the_disk(caplog: pytest.LogCaptureFixture) -> None:
     source = MemoryFetcher({"a": DATA}, damage=flip(150_000, times=1))
     transfers = [Bytes(0, 100_000), Bytes(100_000, 100_000)]
@@ -213,17 +235,20 @@ def test_what_does_not_match_is_fetched_once_more_and_not_from_the_disk(caplog: 
     assert f"checksum of 'at100000' in {URL} does not match; fetching it again" in caplog.text
 
 
-def test_an_error_of_the_caller_cancels_what_is_under_way() -> None:
-    source = MemoryFetcher({"a": DATA})
+def test_an_error_of_the_caller_cancels_what_is_under_way_and_waits_for_it() -> None:
+    source = MemoryFetcher({"a": DATA}, damage=lambda *_: time.sleep(0.1))
+    requests = requests_for(*(Bytes(start, 50_000) for start in range(0, 500_000, 50_000)), max_request=50_000)
 
     def take() -> None:
-        with contextlib.closing(source.fetch(requests_for(Bytes(0, SIZE)), threads=1)) as arrivals:
+        with contextlib.closing(source.fetch(requests, threads=2)) as arrivals:
             next(arrivals)
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
         take()
     assert source._cancel.is_set()
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("dcp_s3-download")]
+    assert len(source.asked) < 5
 
 
 def test_an_error_keeps_nothing_alive() -> None:
