@@ -353,8 +353,7 @@ class S3StorageReader(StorageReader):
             CheckpointNotFoundError: no committed checkpoint is there.
             CorruptCheckpointError, StorageError
         """
-        waiting = self._waiting_manifest()
-        url, store = self._here()
+        (url, store), waiting = self._here(), self._waiting_manifest()
         found = find_attachments(store, url) if waiting is None else waiting.attachments
         return sorted(found or ())
 
@@ -371,8 +370,7 @@ class S3StorageReader(StorageReader):
             CheckpointNotFoundError: no committed checkpoint is there.
             CorruptCheckpointError, StorageError
         """
-        waiting = self._waiting_manifest()
-        url, store = self._here()
+        (url, store), waiting = self._here(), self._waiting_manifest()
         return read_extra(store, url) if waiting is None else waiting.extra
 
     def _waiting_manifest(self) -> Manifest | None:
