@@ -190,6 +190,19 @@ def test_tied_parameters_of_one_content_need_no_copy_although_their_chunks_are_c
     assert find_late(transfers(("in", 0, 1), ("in", 4, 2), ("out", 0, 1), ("out", 4, 3))) == [2, 3]
 
 
+def test_entries_that_share_no_memory_but_that_of_a_third() -> None:
+    whole = torch.zeros(100)
+    transfers: Any = [
+        SimpleNamespace(
+            target=target, stored=SimpleNamespace(sizes=target.shape, crc=number),
+            item=SimpleNamespace(dest_index=SimpleNamespace(fqn=str(number)), dest_offsets=(0,),
+                                 lengths=target.shape, storage_offsets=(0,)),
+        )
+        for number, target in enumerate((whole, whole[10:20], whole[50:60], torch.zeros(3)))
+    ]  # fmt: skip
+    assert find_late(transfers) == [1, 2]
+
+
 def test_entries_that_interleave(memory_server: S3Server, root: str) -> None:
     saved = {"q": torch.full((8, 4), 1.0), "k": torch.full((8, 4), 2.0)}
     save(f"{root}/columns", saved)
