@@ -32,7 +32,7 @@ __all__ = [
     "AsyncCheckpointExecutor", "FileReader", "FsspecReader", "FsspecWriter", "ReaderTransforms", "ShardedTensor",
     "StorageInfo", "create_chunk_list", "default_store",
     "is_traceable_wrapper_subclass", "make_wrapper", "narrow_tensor_by_index",
-    "pin_memory", "rebuild_sharded_tensor", "record_size", "unpin_memory",
+    "pin_memory", "rebuild_sharded_tensor", "record_sizes", "unpin_memory",
 ]  # fmt: skip
 
 _Tensor = TypeVar("_Tensor", bound=torch.Tensor)
@@ -73,10 +73,10 @@ def is_traceable_wrapper_subclass(tensor: torch.Tensor) -> bool:
     return all(hasattr(tensor, name) for name in ("__tensor_flatten__", "__tensor_unflatten__"))
 
 
-def record_size(reader: Any, name: str) -> int:
-    """Bytes of a record of an archive, as torch's reader finds it; before torch 2.13 by reading it."""
-    find = getattr(reader, "get_record_size", None)
-    return len(reader.get_record(name)) if find is None else int(find(name))
+def record_sizes(reader: Any) -> dict[str, int]:
+    """Bytes of each record of an archive, as torch's reader finds it; before torch 2.13 by reading it."""
+    find = getattr(reader, "get_record_size", lambda name: len(reader.get_record(name)))
+    return {name: int(find(name)) for name in reader.get_all_records()}
 
 
 def rebuild_sharded_tensor(source: ShardedTensor, tensors: Sequence[torch.Tensor]) -> ShardedTensor:

@@ -276,12 +276,13 @@ def decode_tensor(data: bytes, shape: tuple[int, ...] = (2, 2)) -> torch.Tensor:
         storage_data={index: make_storage_info("__0_0.distcp", 0, len(data))},
     )
     item = ReadItem(LoadItemType.TENSOR, index, zeros, index, zeros, size)
-    fetcher = Fetcher(MemoryStore(), parse_url(URL), Settings(), "test")
+    fetcher = Fetcher(MemoryStore(), parse_url(URL), Settings())
     executor = LoadExecutor(fetcher, metadata, ReaderTransforms(None), allow_dtype_cast=False)
     (transfer,), _ = executor.prepare([item], _Planner(target), {0})  # type: ignore[arg-type]
     if data:
         transfer.memory(0, len(data))[:] = data
-    transfer.finish()
+    assert transfer.complete is not None
+    transfer.complete(transfer)
     return target
 
 

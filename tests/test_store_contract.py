@@ -40,7 +40,9 @@ ODD_KEYS = [
 LOCAL: dict[str, Callable[[Path], Store]] = {
     "memory store": lambda _: MemoryStore(page_size=PAGE),
     "directory": lambda path: DirectoryStore(path / "store"),
-    "overlay": lambda path: LocalObjects(MemoryStore(page_size=PAGE), SpillStore(path), parse_url("s3://bucket/run")),
+    "overlay": lambda path: LocalObjects(
+        MemoryStore(page_size=PAGE), Settings(spill_dir=str(path)), parse_url("s3://bucket/run")
+    ),
 }
 STORES = [*LOCAL, *NAMES, "spilling"]
 

@@ -114,12 +114,13 @@ def _show_spilled(store: SpillStore) -> None:
     from dcp_s3.cli import tables
 
     table = tables.make_table(("checkpoint", "what", "state", ">size", ">age"))
-    for journal in (save.journal for save in store.scan()):
+    saves, broken = store.read()
+    for journal in (save.journal for save in saves):
         what, age = "data" if journal.commit is None else "commit", tables.format_age(time.time() - journal.created_at)
         tables.add_row(table, (journal.url, what, journal.state.value, format_size(journal.size), age))
     if table.row_count:
         tables.show(table)
-    for kind, found in (("damaged", store.list_broken()), ("set aside", store.list_refused())):
+    for kind, found in (("damaged", broken), ("set aside", store.list_refused())):
         for each in found:
             cli.print_line(f"{kind}: {each.path}: {each.reason}")
 

@@ -211,10 +211,6 @@ _HAS_DESCRIPTOR = 0x8
 _UTF8_NAMES = 0x800
 
 
-class HeadError(Exception):
-    """The bytes are not the beginning of an ordinary tensor, as torch.save writes it. ``args[0]`` says why."""
-
-
 @dataclass(frozen=True)
 class ArchiveHead:
     """Description of a contiguous tensor, from the beginning of its torch.save archive. It is one run of bytes."""
@@ -228,70 +224,61 @@ class ArchiveHead:
     shape: tuple[int, ...]
 
 
-def parse_head(data: bytes) -> ArchiveHead:
-    """Parse the head of the archive that begins with ``data``; looks at `MAX_HEAD` bytes at most.
-
-    Raises:
-        HeadError: it is compressed, damaged, not in this machine's byte order, not contiguous, or not a tensor with a
-            storage of its own; or ``data`` ends before the storage.
-    """
+def parse_head(data: bytes) -> ArchiveHead | None:
+    """Parse the head of the archive that begins with ``data``; looks at `MAX_HEAD` bytes at most. None if it is
+    compressed, damaged, not in this machine's byte order, not contiguous, or not a tensor with a storage of its own; or
+    if ``data`` ends before the storage."""
     data = data[:MAX_HEAD]
     name, start, _ = _read_local_header(data, 0)
     folder, _, name = name.partition("/")
     if name != "data.pkl":
-        raise HeadError(f"its first record is {name!r}, not data.pkl")
+        return None
     stream = io.BytesIO(data)
     stream.seek(start)
     try:
         tensor = unpickle(stream, TENSORS, find_outside=load_storage, protocol=PROTOCOL)
-    except UnsafeGlobalError as error:
-        raise HeadError(f"it needs {error}") from None
-    except MalformedPickleError as error:
-        raise HeadError(f"its pickle is no tensor's: {error}") from None
-    if not isinstance(tensor, PickledTensor):
-        raise HeadError("its pickle is no tensor's")
+    except (UnsafeGlobalError, MalformedPickleError):
+        return None
+    if not isinstance(tensor, PickledTensor) or tensor.is_unusual:
+        return None
     expected = 1
     for extent, stride in zip(reversed(tensor.shape), reversed(tensor.strides), strict=True):
         if extent != 1 and stride != expected and 0 not in tensor.shape:
-            raise HeadError("its tensor is not contiguous")
+            return None  # not contiguous
         expected *= extent
-    if tensor.is_unusual:
-        raise HeadError("its tensor is not an ordinary one")
     end = stream.tell()
     byteorder = "little"  # torch takes an archive without the record for little-endian
     for _ in range(_MAX_RECORDS):
         # After the record, and its data descriptor if it has one.
         name, end, size = _read_local_header(data, data.find(SIGNATURE, end))
         if name == f"{folder}/data/{tensor.storage.key}":
-            if byteorder != sys.byteorder:
-                raise HeadError(f"its byte order is {byteorder!r}")
-            if size not in (None, tensor.storage.nbytes):
-                raise HeadError(f"{name} has {size} bytes, expected {tensor.storage.nbytes}")
+            if byteorder != sys.byteorder or size not in (None, tensor.storage.nbytes):
+                return None
             itemsize = tensor.dtype.itemsize
             nbytes = math.prod(tensor.shape) * itemsize
             return ArchiveHead(end, end + tensor.offset * itemsize, nbytes, tensor.dtype, tensor.shape)
-        if name.startswith(f"{folder}/data/"):
-            raise HeadError("it has another storage than the tensor's")
+        if not end or name.startswith(f"{folder}/data/"):
+            return None  # no more records, or another storage than the tensor's
         if name == f"{folder}/byteorder":
             byteorder = "big" if data.startswith(b"big", end) else "little"
-    raise HeadError(f"it has {_MAX_RECORDS} records before its storage")
+    return None
 
 
 def _read_local_header(data: bytes, position: int) -> tuple[str, int, int | None]:
-    """A record of the archive: its name, where its bytes begin, and their number (None: a descriptor tells it)."""
+    """A record of the archive: its name, where its bytes begin, and their number (None: a descriptor tells it). They
+    begin at 0 if no record is there that is whole, neither compressed nor encrypted."""
+    none = "", 0, None
     name_start = position + _LOCAL_HEADER.size
     if position < 0 or len(data) < name_start:
-        raise HeadError("it ends within its records")
+        return none
     signature, _, flags, method, _, _, _, stored, size, name_length, extra_length = _LOCAL_HEADER.unpack_from(
         data, position
     )
-    if signature != SIGNATURE:
-        raise HeadError("it is no zip archive")
     described = bool(flags & _HAS_DESCRIPTOR)
-    if method or flags & ~(_HAS_DESCRIPTOR | _UTF8_NAMES) or (not described and stored != size):
-        raise HeadError("it is compressed or encrypted")
     start = name_start + name_length + extra_length
-    if len(data) < start:
-        raise HeadError("it ends within its records")
+    if signature != SIGNATURE or method or flags & ~(_HAS_DESCRIPTOR | _UTF8_NAMES) or len(data) < start:
+        return none
+    if not described and stored != size:
+        return none
     name = data[name_start : name_start + name_length].decode("utf-8", "replace")
     return name, start, None if described else size

@@ -134,16 +134,11 @@ def moved_info(info: StorageInfo, relative_path: str, offset: int) -> StorageInf
     return other
 
 
-def get_raw_offset(info: Any) -> int | None:
-    """Offset of the raw bytes in the item; None if not recorded (written by something else)."""
-    value = getattr(info, "raw_offset", None)
-    return value if isinstance(value, int) else None
-
-
-def get_crc(info: Any) -> int | None:
-    """Recorded CRC-64/NVME of the item; None if not recorded."""
-    value = getattr(info, "crc64nvme", None)
-    return value if isinstance(value, int) else None
+def get_facts(info: Any) -> tuple[int | None, int | None]:
+    """Offset of the raw bytes in the item, and its CRC-64/NVME; None for what is not recorded (written by something
+    else)."""
+    raw_offset, crc = getattr(info, "raw_offset", None), getattr(info, "crc64nvme", None)
+    return raw_offset if isinstance(raw_offset, int) else None, crc if isinstance(crc, int) else None
 
 
 def get_blocks(info: Any, nbytes: int) -> Blocks | None:
@@ -151,7 +146,7 @@ def get_blocks(info: Any, nbytes: int) -> Blocks | None:
 
     If no record of blocks fits that many bytes, all of them are one block.
     """
-    crc, size, crcs = get_crc(info), getattr(info, "crc64nvme_block", 0), getattr(info, "crc64nvme_blocks", None)
+    (_, crc), size, crcs = get_facts(info), getattr(info, "crc64nvme_block", 0), getattr(info, "crc64nvme_blocks", None)
     if crc is None:
         return None
     right = isinstance(size, int) and size > 0 and size % _ALIGNMENT == 0

@@ -17,6 +17,8 @@ import operator
 import pickle
 import reprlib
 from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any, NoReturn, TypeGuard, cast
 
 import torch
@@ -170,15 +172,16 @@ _MAX_DIMS = 64  # as many as torch's kernels take
 _MAX_DEPTH = 50  # the paths in a nested state are flat
 
 
+@dataclass(eq=False)
 class _Checks:
     """Checks mirrors, and makes torch's metadata of them."""
 
-    def __init__(self, url: str) -> None:
-        self._url = url
-        self._fits = functools.cache(_fits)  # tensors are cut alike
-        # Plain values that hold others: id -> the value (kept so that its id is not reused), and how deeply it is
-        # nested. They may share parts.
-        self._known: dict[int, tuple[Any, int]] = {}
+    _url: str
+    _fits: Callable[..., bool] = field(default_factory=lambda: functools.cache(_fits))
+    """Tensors are cut alike."""
+    _known: dict[int, tuple[Any, int]] = field(default_factory=dict)
+    """Plain values that hold others: id -> the value (kept so that its id is not reused), and how deeply it is nested.
+    They may share parts."""
 
     def check(self, metadata: Any) -> dcp.Metadata:
         """The metadata that a mirror stands for."""
@@ -189,11 +192,22 @@ class _Checks:
         for fqn, entry in fields["state_dict_metadata"].items():
             if type(fqn) is not str:
                 _fail(fqn, "is a name that is no string")
-            if self._is(entry, dcp.TensorStorageMetadata):
-                if not self._is_tensor(vars(entry)):
-                    _fail(fqn, "has no complete description of its shape, dtype and chunks")
-            elif not self._is(entry, dcp.BytesStorageMetadata):
-                _fail(fqn, f"is a {type(entry).__name__}")
+            if not self._is(entry, dcp.TensorStorageMetadata):
+                if not self._is(entry, dcp.BytesStorageMetadata):
+                    _fail(fqn, f"is a {type(entry).__name__}")
+                continue
+            get = vars(entry).get  # a damaged pickle may lack attributes
+            size, properties, chunks = get("size"), get("properties"), get("chunks")
+            right = _is_shape(size) and math.prod(size) <= _MAX_INT // 16 and type(chunks) is list
+            right = right and self._is(properties, dcp.TensorProperties) and "dtype" in vars(properties)
+            for chunk in chunks if right else ():
+                get = chunk.__dict__.get if self._is(chunk, dcp.ChunkStorageMetadata) else {}.get
+                offsets, sizes = get("offsets"), get("sizes")
+                right = type(offsets) is type(sizes) is torch.Size and self._fits(offsets, sizes, size)
+                if not right:
+                    break
+            if not right:
+                _fail(fqn, "has no complete description of its shape, dtype and chunks")
         if fields.get("storage_data") is not None:
             fields["storage_data"] = self._check_storage(fields["storage_data"])
         # Loading does not need the rest.
@@ -237,22 +251,6 @@ class _Checks:
                 raise MalformedPickleError(f"it is nested more than {_MAX_DEPTH} levels deep, or contains itself")
             self._known[id(value)] = value, height
         return self._known[id(value)][1]
-
-    def _is_tensor(self, fields: dict[str, Any]) -> bool:
-        # A damaged pickle may lack attributes.
-        size, properties, chunks = fields.get("size"), fields.get("properties"), fields.get("chunks")
-        if not _is_shape(size) or not self._is(properties, dcp.TensorProperties) or type(chunks) is not list:
-            return False
-        if "dtype" not in vars(properties) or math.prod(size) > _MAX_INT // 16:
-            return False
-        for chunk in chunks:
-            if not self._is(chunk, dcp.ChunkStorageMetadata):
-                return False
-            found = chunk.__dict__
-            offsets, sizes = found.get("offsets"), found.get("sizes")
-            if not type(offsets) is type(sizes) is torch.Size or not self._fits(offsets, sizes, size):
-                return False
-        return True
 
     def _check_storage(self, storage_data: Any) -> dict[Any, Any]:
         """Check where the items lie. Returns that by indices that have torch's hash."""

@@ -40,7 +40,7 @@ from dcp_s3.format.allow_list import (
     unpickle,
 )
 from dcp_s3.format.archive import PROTOCOL, SIGNATURE, TENSORS, UNUSUAL_TENSORS, PickledStorage, load_storage
-from dcp_s3.torch_private import FileReader, record_size
+from dcp_s3.torch_private import FileReader, record_sizes
 
 logger = logging.getLogger(__name__)
 
@@ -201,19 +201,10 @@ def warn_of_unsafe_item(fqn: str, stream: io.BytesIO) -> None:
 
 
 def _find_refusal(stream: io.BytesIO, *, ask_torch: bool) -> tuple[list[str], Exception | None]:
-    """Names of globals that nobody has allowed, and what is wrong; None if nothing is, as far as was asked.
-
-    The position moves.
-    """
-    # What the user allows by ``torch.serialization.add_safe_globals``, by its name in pickles.
-    allowed: dict[str, Any] = {}
-    for each in get_safe_globals():
-        value, name = each if isinstance(each, tuple) else (each, f"{each.__module__}.{each.__qualname__}")
-        # A function's result, or a member of an enumeration, may not be a new value: it has no state to set.
-        is_new = isinstance(value, type) and not issubclass(value, Enum)
-        allowed[name] = Opaque if is_new else Allowed(name, lambda *_: Value())
+    """Names of globals that nobody has allowed, and what is wrong; None if nothing is, as far as was asked. The
+    position moves."""
     try:
-        _unpickle_archive(stream, allowed | ITEMS)
+        _unpickle_archive(stream, ITEMS, _find_allowed)
     except BadArchiveError as error:
         return [], error
     except (UnsafeGlobalError, MalformedPickleError) as error:
@@ -232,6 +223,17 @@ def _find_refusal(stream: io.BytesIO, *, ask_torch: bool) -> tuple[list[str], Ex
             except Exception as refusal:  # noqa: BLE001 - whatever kernels and constructors raise
                 return [], refusal
     return [], None
+
+
+def _find_allowed(module: str, name: str) -> Any:
+    """The stand-in for what the user allows by ``torch.serialization.add_safe_globals``; None for anything else."""
+    for each in () if "." in name else get_safe_globals():
+        value, known_as = each if isinstance(each, tuple) else (each, f"{each.__module__}.{each.__qualname__}")
+        if known_as == f"{module}.{name}":
+            # A function's result, or a member of an enumeration, may not be a new value: it has no state to set.
+            is_new = isinstance(value, type) and not issubclass(value, Enum)
+            return Opaque if is_new else Allowed(known_as, lambda *_: Value())
+    return None
 
 
 def _explain(names: Sequence[str], error: Exception) -> tuple[str, str]:
@@ -288,12 +290,7 @@ def _find_any(module: str, name: str) -> Any:
 def _unpickle_archive(
     stream: io.BytesIO, table: Mapping[str, Any], find_other: Callable[[str, str], Any] | None = None
 ) -> Any:
-    """Unpickle the stand-in for the value in a torch.save archive (see `unpickle`). The stream's position moves.
-
-    Raises:
-        BadArchiveError: it is damaged, or should not be read.
-        MalformedPickleError: a storage is larger than what is stored, or the pickle is not what torch.save writes.
-    """
+    """Unpickle the stand-in for the value in a torch.save archive (see `unpickle`). The stream's position moves."""
     with stream.getbuffer() as data:
         size, signature = data.nbytes, bytes(data[:4])
     if signature != SIGNATURE:  # or torch.load would take it for the format before archives
@@ -301,7 +298,7 @@ def _unpickle_archive(
     stream.seek(0)
     try:
         reader = FileReader(stream)  # that of torch.load: what it does not see does no harm
-        sizes = {name: record_size(reader, name) for name in reader.get_all_records()}
+        sizes = record_sizes(reader)
         if "constants.pkl" in sizes:
             raise BadArchiveError("it is a TorchScript archive, whose code torch.load would run")
         if sum(sizes.values()) > size:

@@ -74,7 +74,7 @@ def saved_entries(metadata: Metadata) -> list[SavedEntry]:
 def _checksum(fqn: str, tensor: TensorStorageMetadata | None, storage: dict[MetadataIndex, Any]) -> str | None:
     from torch.distributed.checkpoint.metadata import MetadataIndex
 
-    from dcp_s3.format.blocks import get_crc, get_raw_offset
+    from dcp_s3.format.blocks import get_facts
     from dcp_s3.memory import combine_crc64nvme, crc64nvme, crc_hex
 
     boxes: list[Any] = [(None, ())]
@@ -86,9 +86,10 @@ def _checksum(fqn: str, tensor: TensorStorageMetadata | None, storage: dict[Meta
     parts = []
     for offsets, sizes in boxes:
         info = storage.get(MetadataIndex(fqn, offsets))
-        if info is None or (crc := get_crc(info)) is None:
+        raw_offset, crc = get_facts(info)
+        if info is None or crc is None:
             return None
-        is_raw = get_raw_offset(info) is not None and not getattr(info, "transform_descriptors", None)
+        is_raw = raw_offset is not None and not getattr(info, "transform_descriptors", None)
         parts.append((crc, math.prod(sizes) * itemsize if is_raw else info.length))
     if any(sizes[1:] != shape[1:] for _, sizes in boxes):  # their bytes in a row may be those of another tensor
         text = repr(boxes).encode()

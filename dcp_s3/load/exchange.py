@@ -56,9 +56,9 @@ class Exchange(Messages):
         pieces, me = assignment.pieces, dist.get_rank(group)
         self._assignment = assignment
         self.shared = {number for piece in pieces for part in piece.parts for number in part.items}
-        self._owned = [(piece.number, [peer for peer, _ in piece.peers]) for piece in pieces if piece.owner == me]
+        self._owned = [[peer for peer, _ in piece.peers] for piece in pieces if piece.owner == me]
         self._received = [(piece.number, piece.owner) for piece in pieces if piece.owner != me]
-        peers = {rank for _, ranks in self._owned for rank in ranks} | {owner for _, owner in self._received}
+        peers = {rank for ranks in self._owned for rank in ranks} | {owner for _, owner in self._received}
         super().__init__(group, sorted(peers), url, assignment.tag)
         self._fetcher: Fetcher | None = None
         self._has_ended = False
@@ -134,14 +134,12 @@ class Exchange(Messages):
             if is_on:
                 self._provided.get()
                 receiver = threading.Thread(target=self._receive_all, name="dcp_s3-receive")
-                try:
+                with self._reporting():  # no thread is left
                     receiver.start()
-                except RuntimeError as error:  # no thread is left
-                    self.fail(error)
-                    self._send_all()
+                self._send_all()
+                if receiver.ident is None:
                     self._receive_all()
                 else:
-                    self._send_all()
                     receiver.join()
             self.end()
         finally:
@@ -187,7 +185,7 @@ class Exchange(Messages):
                     pool = Workers(min(self._threads, len(self._owned)), "dcp_s3-fetch")
                     stack.callback(pool.close)
                     pieces = self._outgoing
-            for index, (_, peers) in enumerate(self._owned):
+            for index, peers in enumerate(self._owned):
                 while self.failure is None and len(fetches) < len(pieces):
                     size = pieces[len(fetches)].nbytes
                     if held == 0 or held + size <= limit:

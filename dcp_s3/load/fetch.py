@@ -12,7 +12,7 @@ import queue
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -43,7 +43,7 @@ _BUFFER = 16 * 2**20
 
 
 class Fetcher:
-    """Fetches from one checkpoint's objects in a store, on threads of a ``name``.
+    """Fetches from one checkpoint's objects in a store.
 
     Args:
         buffers: bytes of memory for what cannot be received in place; None: `LOAD_BUFFERS`.
@@ -59,13 +59,12 @@ class Fetcher:
         store: Store,
         url: CheckpointURL,
         settings: Settings,
-        name: str,
         *,
         buffers: int | None = None,
     ) -> None:
         self._cancel = threading.Event()
         self.store = store.within(replace(store.limit, cancel=self._cancel).shared(settings.stall_timeout))
-        self.url, self.settings, self._name = url, settings, name
+        self.url, self.settings = url, settings
         self.buffers = LOAD_BUFFERS if buffers is None else buffers
         share = self.buffers // settings.max_connections
         self.max_buffered = max(_SMALL_BUFFER, min(settings.max_part_size, max(share, min(_BUFFER, self.buffers // 8))))
@@ -81,18 +80,17 @@ class Fetcher:
         """Make all that is under way, and all later reads, fail soon. Safe to call from any thread."""
         self._cancel.set()
 
-    @contextlib.contextmanager
     def fetch(
         self, requests: Collection[ReadRequest], *, threads: int | None = None, most: int = sys.maxsize
-    ) -> Iterator[Iterator[Transfer]]:
-        """Carry out ``requests``, in order, several at once; iterate over the transfers that are finished: in place,
-        and verified. The iterator raises an error of any thread; one that leaves the block cancels everything.
+    ) -> Generator[Transfer, None, None]:
+        """Carry out ``requests``, in order, several at once; yield the transfers that are finished: in place, and
+        verified. Raises an error of any thread. Whoever closes it before its end cancels everything.
 
         Args:
             threads: number of requests at once; None: as many as fill the link.
             most: highest number of requests at once.
         """
-        work = _Work(requests, self.carry_out, self._name)
+        work = _Work(requests, self.carry_out)
         try:
             with contextlib.ExitStack() as stack:
                 if threads is None:
@@ -100,12 +98,28 @@ class Fetcher:
                     work.moved, threads = width.moved, width.connections
                     stack.callback(width.close)
                 work.resize(min(threads, most))
-                yield work.arrivals()
+                ended = 0
+                while ended < work.started:
+                    outcome = work.outcomes.get()
+                    if outcome is None:
+                        ended += 1
+                    elif isinstance(outcome, BaseException):
+                        try:
+                            raise outcome
+                        finally:
+                            del outcome  # its traceback has this frame: no cycle
+                    else:
+                        yield from outcome
         except BaseException:
             self.cancel()
             raise
         finally:
-            work.close()
+            with work.changed:  # begin no more requests, and wait for those under way
+                work.is_over = True
+                work.queue.clear()
+            for thread in work.threads:
+                if thread.ident is not None:
+                    thread.join()
 
     def fetch_alone(self, transfers: Sequence[Transfer]) -> None:
         """Fetch transfers that lie one after the other in an object, on this thread, in one request."""
@@ -124,12 +138,10 @@ class Fetcher:
             raise Cancelled
         if len(self.fetched) % _COLLECT_EVERY == _COLLECT_EVERY - 1:
             gc.collect(1)
-        complete = receive(request, self._reserve, lambda targets: self.read(request, targets, moved=moved))
-        self.fetched.append(request.length)  # one operation: no lock
         finished: list[Transfer] = []
         again: list[Segment] = []
-        for transfer in complete:
-            if wrong := transfer.mismatches():
+        for transfer in self.receive(request, moved):
+            if wrong := transfer.verify():
                 (part, found), name = wrong[0], transfer.item.storage_index.fqn
                 if transfer.fetched_again:
                     start, stop = transfer.base + part.start, transfer.base + part.stop
@@ -142,22 +154,49 @@ class Fetcher:
                 logger.warning("checksum of %r in %s does not match; fetching it again", name, self.url)
                 transfer.fetched_again = True
                 self.store.distrust(self.url.key(transfer.path))
-                for part, _ in wrong:
-                    transfer.forget(part)
                 again += transfer.segments([part for part, _ in wrong])
-            elif (instead := transfer.finish()) is not None:
+            elif transfer.complete is not None and (instead := transfer.complete(transfer)) is not None:
                 again += instead.segments()
             else:
                 finished.append(transfer)
         return finished, plan_requests(again, max_request=self.max_buffered) if again else []
 
-    def _reserve(self, size: int) -> memoryview:
-        """This thread's buffer, of ``size`` bytes at least; what was in it is lost."""
-        view = getattr(self._local, "view", None)
-        if view is None or view.nbytes < size:
-            self._local.view = view = None  # the old memory is freed first
-            self._local.view = view = view_bytes(torch.empty(size, dtype=torch.uint8, pin_memory=self.pin))
-        return view
+    def receive(self, request: ReadRequest, moved: Moved | None = None) -> list[Transfer]:
+        """Receive a request: in place as far as its transfers own memory, the rest in this thread's buffer, from where
+        it is put in place. Returns the transfers that this completed."""
+        runs = list(_runs(request))
+        sizes = [-(-(stop - start) // ALIGNMENT) * ALIGNMENT for start, stop, *_ in runs]
+        size = sum([size for size, run in zip(sizes, runs, strict=True) if not run[3]])
+        rest: memoryview = getattr(self._local, "buffer", memoryview(b""))
+        if rest.nbytes < size:
+            self._local.buffer = rest = memoryview(b"")  # the old memory is freed first
+            self._local.buffer = rest = view_bytes(torch.empty(size, dtype=torch.uint8, pin_memory=self.pin))
+        targets: list[ReadTarget] = []
+        # Each with the target that receives it alone, if one does, and its part of the buffer, if it is in there.
+        expected: list[tuple[Segment, ReadTarget | None, memoryview | None]] = []
+        for (start, stop, inside, in_place), size in zip(runs, sizes, strict=True):
+            if in_place:
+                first = inside[0].item.base
+                view = inside[0].item.memory(start - first, stop - first)
+            else:
+                view, rest = rest[: stop - start], rest[size:]
+            alone = len(inside) == 1 and inside[0][:2] == (start, stop)
+            targets.append(ReadTarget(view, checksum=alone and inside[0].item.checked))
+            for segment in inside:
+                buffered = None if in_place else view[segment.start - start : segment.stop - start]
+                expected.append((segment, targets[-1] if alone else None, buffered))
+        self.read(request, targets, moved=moved)
+        self.fetched.append(request.length)  # one operation: no lock
+        complete = []
+        for (start, stop, transfer), target, buffered in expected:
+            crc = 0
+            if target is not None:
+                crc = target.crc or 0
+            elif buffered is not None and transfer.checked:
+                crc = crc64nvme(buffered)
+            if transfer.arrived(start - transfer.base, stop - start, crc, buffered):
+                complete.append(transfer)
+        return complete
 
     def read(self, request: ReadRequest, targets: Sequence[ReadTarget], *, moved: Moved | None = None) -> None:
         """Fill ``targets`` with the bytes of a request. Raises CorruptCheckpointError if the object differs from the
@@ -180,17 +219,17 @@ class Fetcher:
 class _Work:
     """The threads of one fetch, their queue of requests, which are halved for threads without one, and the outcomes."""
 
-    def __init__(self, requests: Collection[ReadRequest], carry_out: Callable[..., Any], name: str) -> None:
-        self._queue = deque(requests)
+    def __init__(self, requests: Collection[ReadRequest], carry_out: Callable[..., Any]) -> None:
+        self.queue = deque(requests)
         """Requests to be taken first: the largest, or what is fetched again."""
-        self._carry_out, self._name = carry_out, name
+        self._carry_out = carry_out
         self._inference = torch.is_inference_mode_enabled()  # a property of the thread
-        self._changed = threading.Lock()
-        self._threads: list[threading.Thread] = []
+        self.changed = threading.Lock()
+        self.threads: list[threading.Thread] = []
         self._alive = self._wanted = self._starting = 0
-        self._outcomes: queue.SimpleQueue[list[Transfer] | BaseException | None] = queue.SimpleQueue()
+        self.outcomes: queue.SimpleQueue[list[Transfer] | BaseException | None] = queue.SimpleQueue()
         """Finished transfers of each request that was carried out. None from each thread that has ended."""
-        self._started = 0
+        self.started = 0
         """Threads that were started, and therefore end."""
         self.is_over = False
         """Whether there is no more to do than the threads do now."""
@@ -198,144 +237,71 @@ class _Work:
 
     def resize(self, count: int) -> None:
         """Have ``count`` threads from now on. Those too many end when they have done their request."""
-        with self._changed:
+        with self.changed:
             self._wanted = count
             while self._alive < count and not self.is_over:
-                thread = threading.Thread(target=self._run, name=f"{self._name}-{len(self._threads)}")
-                self._threads.append(thread)  # before start(): an interrupt in it may leave the thread running
+                thread = threading.Thread(target=self._run, name=f"dcp_s3-download-{len(self.threads)}")
+                self.threads.append(thread)  # before start(): an interrupt in it may leave the thread running
                 thread.start()
                 self._alive += 1
                 self._starting += 1
-                self._started += 1
+                self.started += 1
 
     def _run(self) -> None:
         is_new = True
         try:
             with torch.inference_mode(self._inference):
                 while True:
-                    with self._changed:
+                    with self.changed:
                         self._starting -= is_new
                         is_new = False
                         if self._alive > self._wanted:
                             self._alive -= 1
                             break
-                        request = self._queue.popleft() if self._queue else None
+                        request = self.queue.popleft() if self.queue else None
                         self.is_over = request is None
                         if request is None:
                             self._alive -= 1
                             break
-                        if len(self._queue) < self._starting and (halves := halve(request)) is not None:
+                        if len(self.queue) < self._starting and (halves := halve(request)) is not None:
                             request, other = halves
-                            self._queue.append(other)
+                            self.queue.append(other)
                     finished, again = self._carry_out(request, self.moved)
                     if again:
-                        with self._changed:
-                            self._queue.extendleft(again)
-                    self._outcomes.put(finished)
+                        with self.changed:
+                            self.queue.extendleft(again)
+                    self.outcomes.put(finished)
         except BaseException as error:  # noqa: BLE001 - the iterator raises it
-            self._outcomes.put(error)
+            self.outcomes.put(error)
         finally:
-            self._outcomes.put(None)
-
-    def arrivals(self) -> Iterator[Transfer]:
-        """The transfers as they are finished, until all threads have ended; raises an error of any thread."""
-        ended = 0
-        while ended < self._started:
-            outcome = self._outcomes.get()
-            if outcome is None:
-                ended += 1
-            elif isinstance(outcome, BaseException):
-                try:
-                    raise outcome
-                finally:
-                    del outcome  # its traceback has this frame: no cycle
-            else:
-                yield from outcome
-
-    def close(self) -> None:
-        """Begin no more requests, and wait for those under way."""
-        with self._changed:
-            self.is_over = True
-            self._queue.clear()
-        for thread in self._threads:
-            if thread.ident is not None:
-                thread.join()
+            self.outcomes.put(None)
 
 
 # --- memory that receives -----------------------------------------------------------------------------
 
-# Runs of at least this many bytes are received by themselves.
+# Segments of at least this many bytes are received by themselves.
 _LONG = 64 * 2**10
 
 
-def receive(
-    request: ReadRequest, reserve: Callable[[int], memoryview], read: Callable[[Sequence[ReadTarget]], None]
-) -> list[Transfer]:
-    """Receive a request, in place as far as its transfers own memory, the rest in a buffer; put the rest in place,
-    unless it is a whole range, with the wrong checksum. Returns the transfers that this completed.
-
-    Args:
-        reserve: returns memory of that many bytes at least, for this request.
-        read: fills memory with the request's bytes, in order.
-    """
-    shortest = sys.maxsize if request.shared else _LONG
-    runs = list(_runs(request, shortest))
-    sizes = [-(-(stop - start) // ALIGNMENT) * ALIGNMENT for start, stop, *_ in runs]
-    size = sum([size for size, run in zip(sizes, runs, strict=True) if not run[3]])
-    rest = reserve(size) if size else memoryview(b"")
-    targets: list[ReadTarget] = []
-    # Each with the target that received it alone, if one did, and its part of the buffer, if it is in there.
-    received: list[tuple[Segment, ReadTarget | None, memoryview | None]] = []
-    regions: list[tuple[int, memoryview]] = []  # many segments: first byte in the object, memory
-    for (start, stop, transfer, direct), size in zip(runs, sizes, strict=True):
-        if direct and transfer is not None:
-            view = transfer.memory(start - transfer.base, stop - transfer.base)
-        else:
-            view, rest = rest[: stop - start], rest[size:]
-        targets.append(ReadTarget(view, checksum=transfer is not None and transfer.checked))
-        if transfer is None:
-            regions.append((start, view))
-        else:
-            received.append((Segment(start, stop, transfer), targets[-1], None if direct else view))
-    region = 0
-    for segment in request.segments:
-        start, stop, _ = segment
-        if stop - start >= shortest:
-            continue
-        while region + 1 < len(regions) and regions[region + 1][0] <= start:
-            region += 1
-        first, view = regions[region]
-        received.append((segment, None, view[start - first : stop - first]))
-    read(targets)
-    complete = []
-    for (start, stop, transfer), target, buffered in received:
-        offset, crc = start - transfer.base, 0
-        if target is not None:
-            crc = target.crc or 0
-        elif buffered is not None and transfer.checked:
-            crc = crc64nvme(buffered)
-        if buffered is not None and not (transfer.checked and transfer.is_damaged(offset, stop - start, crc)):
-            transfer.place(offset, buffered)
-        if transfer.arrived(offset, stop - start, crc):
-            complete.append(transfer)
-    return complete
-
-
-def _runs(request: ReadRequest, shortest: int) -> Iterator[tuple[int, int, Transfer | None, bool]]:
-    """Cut a request into runs, each received by itself: first byte, end, transfer, and whether in place. Segments of
-    less than ``shortest`` bytes and gaps between two longer ones are one run, without a transfer."""
+def _runs(request: ReadRequest) -> Iterator[tuple[int, int, list[Segment], bool]]:
+    """Cut a request into runs, each received by itself: first byte, end, the segments in it, and whether in place. What
+    is not long lies in one run with its neighbours and the gaps between them, as do segments that overlap."""
     at, end = request.start, request.start + request.length
-    for start, stop, transfer in request.segments:
-        if stop - start < shortest:
+    short: list[Segment] = []  # from ``at`` on
+    for segment in request.segments:
+        start, stop, transfer = segment
+        if request.shared or stop - start < _LONG:
+            short.append(segment)
             continue
         if at < start:
-            yield at, start, None, False
+            yield at, start, short, False
+            short = []
         # Bytes fetched only for a checksum lie before and after those that have a place in memory.
         owned = (stop, stop) if transfer.owned is None else [transfer.base + offset for offset in transfer.owned]
         low, high = (min(max(place, start), stop) for place in owned)
-        for first, last, direct in ((start, low, False), (low, high, True), (high, stop, False)):
+        for first, last, in_place in ((start, low, False), (low, high, True), (high, stop, False)):
             if first < last:
-                yield first, last, transfer, direct
+                yield first, last, [Segment(first, last, transfer)], in_place
         at = stop
     if at < end:
-        yield at, end, None, False
+        yield at, end, short, False

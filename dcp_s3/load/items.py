@@ -34,7 +34,8 @@ class Transfer:
         array: the array; None: ``stored``.
         box: the box of the array; None: all of it.
         head: number of bytes right before the array that are fetched as well.
-        complete: see `finish`.
+        complete: called with the transfer when all is in place and verified; None for nothing. Returns a transfer to
+            fetch instead if the bytes are not where they were expected.
         checked: whether to compute checksums although none is recorded.
 
     Attributes:
@@ -42,11 +43,12 @@ class Transfer:
         length, missing: number of bytes to fetch, and of those that have not arrived.
         loaded: the decoded value of an item that is no tensor.
         fetched_again: whether this is the second try, because a checksum did not match.
+        checksums: CRC-64/NVME of each range, as `verify` found it.
     """
 
     __slots__ = (
-        "_array", "_box", "_complete", "_crcs", "_lock", "base", "checked", "fetched_again", "head", "into", "item",
-        "length", "loaded", "missing", "owned", "path", "ranges", "stored", "target",
+        "_array", "_box", "_crcs", "_lock", "base", "checked", "checksums", "complete", "fetched_again", "head", "into",
+        "item", "length", "loaded", "missing", "owned", "path", "ranges", "stored", "target",
     )  # fmt: skip
 
     def __init__(
@@ -66,7 +68,7 @@ class Transfer:
         self.item, self.stored, self.target, self.into = item, stored, target, into
         self._array = array = stored if array is None else array
         self._box = box = Box((0,) * len(array.sizes), array.sizes) if box is None else box
-        self._complete, self.head = complete, bytearray(head)
+        self.complete, self.head = complete, bytearray(head)
         self.path, self.base = stored.info.relative_path, array.base
         self.owned: tuple[int, int] | None = (0, array.nbytes) if into is None else None
         if into is not None and into.dtype == array.dtype and ranges and is_direct(into):
@@ -82,6 +84,7 @@ class Transfer:
         self.checked, self.fetched_again = checked, False
         self.loaded: io.BytesIO | None = None
         self._crcs: list[tuple[int, int, int]] = []
+        self.checksums: list[int] = []
         self._lock = threading.Lock()
 
     def segments(self, ranges: Iterable[Range] | None = None) -> list[Segment]:
@@ -116,44 +119,38 @@ class Transfer:
             for part, source in cut_out(elements, first, sizes, self._box, section):
                 narrow_tensor_by_index(self.into, part.offsets, part.lengths).copy_(source)
 
-    def arrived(self, offset: int, length: int, crc: int) -> bool:
-        """Count bytes that are in place and remember their checksum; returns True for the last ones."""
+    def arrived(self, offset: int, length: int, crc: int, received: memoryview | None = None) -> bool:
+        """Count bytes that are in place, and remember their checksum; returns True for the last ones. What was received
+        elsewhere is put in place first, unless it is a whole range, with the wrong checksum."""
+        if received is not None:
+            at = bisect.bisect_left(self.ranges, (offset,))
+            start, stop, expected = self.ranges[at] if at < len(self.ranges) else (0, 0, None)
+            if expected in (None, crc) or (start, stop) != (offset, offset + length):
+                self.place(offset, received)
         with self._lock:
             self._crcs.append((offset, crc, length))
             self.missing -= length
             return self.missing == 0
 
-    def is_damaged(self, offset: int, length: int, crc: int) -> bool:
-        """Whether these bytes are a whole range, with the wrong checksum."""
-        at = bisect.bisect_left(self.ranges, (offset,))
-        start, stop, expected = self.ranges[at] if at < len(self.ranges) else (0, 0, None)
-        return (start, stop) == (offset, offset + length) and expected is not None and expected != crc
-
-    def checksums(self) -> list[int]:
-        """CRC-64/NVME of each range, as it arrived."""
+    def verify(self) -> list[tuple[Range, int]]:
+        """The ranges whose bytes are not what was saved, with the CRC-64/NVME that was found; they can be received
+        again. For when all are here."""
+        if not self.checked:
+            return []
         if len(self._crcs) == 1:  # most of them, and there may be many
-            return [self._crcs[0][1]]
-        pieces, found, at = sorted(self._crcs), [], 0
-        for _, stop, _ in self.ranges:
-            first, at = at, bisect.bisect_left(pieces, (stop,), at)
-            found.append(combine_crc64nvme((crc, n) for _, crc, n in pieces[first:at]))
-        return found
-
-    def mismatches(self) -> Sequence[tuple[Range, int]]:
-        """The ranges whose bytes are not what was saved, with the CRC-64/NVME that was found. For when all are here."""
-        pairs = zip(self.ranges, self.checksums(), strict=True) if self.checked else ()
-        return [(part, crc) for part, crc in pairs if part.crc is not None and part.crc != crc]
-
-    def forget(self, part: Range) -> None:
-        """Prepare to receive a range again."""
-        with self._lock:
+            self.checksums = [self._crcs[0][1]]
+        else:
+            pieces, at = sorted(self._crcs), 0
+            self.checksums = []
+            for _, stop, _ in self.ranges:
+                first, at = at, bisect.bisect_left(pieces, (stop,), at)
+                self.checksums.append(combine_crc64nvme((crc, n) for _, crc, n in pieces[first:at]))
+        pairs = zip(self.ranges, self.checksums, strict=True)
+        wrong = [(part, crc) for part, crc in pairs if part.crc is not None and part.crc != crc]
+        for part, _ in wrong:
             self._crcs = [piece for piece in self._crcs if not part.start <= piece[0] < part.stop]
             self.missing += part.stop - part.start
-
-    def finish(self) -> Transfer | None:
-        """Call ``complete`` when all is in place and verified. Returns a transfer to fetch instead if the bytes are not
-        where they were expected."""
-        return None if self._complete is None else self._complete(self)
+        return wrong
 
 
 # --- elements of boxes ------------------------------------------------------------------------------

@@ -41,17 +41,14 @@ class Offer(NamedTuple):
 
 def make_offer(checkpoint: str, version: int, given: dist.ProcessGroup | None, *, shares: bool) -> Offer:
     """The offer of this rank, for a checkpoint and a reader's ``process_group``."""
-
-    def has_gloo(group: dist.ProcessGroup | None) -> bool:
-        return "cpu:gloo" in dist.get_backend_config(group).split(",")
-
+    has_gloo = ["cpu:gloo" in dist.get_backend_config(group).split(",") for group in (None, given)]
     return Offer(
         rank=process.rank(),
         shares=shares,
         checkpoint=checkpoint,
         version=version,
-        world_size=process.world_size() if has_gloo(None) else 0,
-        given=hash(tuple(dist.get_process_group_ranks(given))) if given is not None and has_gloo(given) else 0,
+        world_size=process.world_size() if has_gloo[0] else 0,
+        given=hash(tuple(dist.get_process_group_ranks(given))) if given is not None and has_gloo[1] else 0,
     )
 
 

@@ -48,6 +48,7 @@ class Piece:
         self._transfers = [each for mine in items for each in mine]
         """For each of `_own`, its item."""
         self._own = self._sections(boxes)
+        self._starts, self._length = lay_out(self._own)
         self._needs = dict(piece.peers)
         self._messages: dict[int, tuple[torch.Tensor, int]] = {}
         self._fetched: list[Transfer] = []
@@ -124,7 +125,7 @@ class Piece:
             starts, length = lay_out(sections)
             first = self._fetched[sections[0].part]
             if len(sections) == 1 and length == first.length:
-                message, crc = torch.frombuffer(first.memory(0, length), dtype=torch.uint8), first.checksums()[0]
+                message, crc = torch.frombuffer(first.memory(0, length), dtype=torch.uint8), first.checksums[0]
             else:
                 message, crc = torch.empty(length, dtype=torch.uint8, device="cpu"), 0
                 for section, at in zip(sections, starts, strict=True):
@@ -145,29 +146,28 @@ class Piece:
             for transfer, section in zip(self._transfers, self._own, strict=True):
                 size = section.stop - section.start
                 if size and transfer.arrived(section.start, size, 0):
-                    transfer.finish()
+                    if transfer.complete is not None:
+                        transfer.complete(transfer)
                     self._finished(transfer)
 
     # --- the others ---------------------------------------------------------------------------------------
 
     def buffer(self, nbytes: int) -> torch.Tensor:
         """Memory to receive a message of ``nbytes`` in: the item's own, where that is one run."""
-        _, length = lay_out(self._own)
-        if nbytes != length:
-            text = f"rank {self.owner} sends {nbytes} bytes where {length} of {self._url} are needed: report it"
+        if nbytes != self._length:
+            text = f"rank {self.owner} sends {nbytes} bytes where {self._length} of {self._url} are needed: report it"
             raise errors.PeerReadError(text, url=self._url, rank=self.owner)
         memory = self._memory(0) if len(self._own) == 1 else None
         self._in_place = memory is not None
         if memory is None:
-            memory = view_bytes(torch.empty(length, dtype=torch.uint8, device="cpu"))
+            memory = view_bytes(torch.empty(nbytes, dtype=torch.uint8, device="cpu"))
         self._received = memory
         return torch.frombuffer(memory, dtype=torch.uint8)
 
     def received(self, crc: int) -> None:
         """Copy what was received to its place; PeerReadError if these are not the bytes that were sent."""
         data, self._received = self._received or memoryview(b""), None
-        starts, _ = lay_out(self._own)
-        views = [data[at : at + s.stop - s.start] for at, s in zip(starts, self._own, strict=True)]
+        views = [data[at : at + s.stop - s.start] for at, s in zip(self._starts, self._own, strict=True)]
         found = 0
         for view in views:
             found = crc64nvme(view, found) if view.nbytes else found

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
 from dcp_s3 import errors
-from dcp_s3.format.blocks import Blocks, Range, get_blocks, get_crc, get_raw_offset, widen
+from dcp_s3.format.blocks import Blocks, Range, get_blocks, get_facts, widen
 from dcp_s3.format.saved_entries import find_chunk
 from dcp_s3.torch_private import StorageInfo
 
@@ -87,24 +87,6 @@ def covering_run(sizes: Sequence[int], box: Box) -> tuple[int, int]:
     return first, first + 1 + sum((n - 1) * stride for n, stride in zip(lengths, strides, strict=True))
 
 
-def runs_of_box(sizes: Sequence[int], box: Box, max_gap: int) -> list[tuple[int, int]]:
-    """Runs of elements, in row-major order, that together cover a box: the first element and the one after the last of
-    each, more than ``max_gap`` apart. Raises ValueError if the box is not inside the array."""
-    start, stop = covering_run(sizes, box)
-    if start == stop:
-        return []
-    strides = row_major_strides(sizes)
-    # From the innermost dimension outwards: a run spans the box in all dimensions from ``dim`` on.
-    dim, span = len(sizes), 1
-    while dim > 0 and (box.lengths[dim - 1] == 1 or strides[dim - 1] - span <= max_gap):
-        dim -= 1
-        span += (box.lengths[dim] - 1) * strides[dim]
-    starts = [start]
-    for outer in range(dim):
-        starts = [at + index * strides[outer] for at in starts for index in range(box.lengths[outer])]
-    return [(at, at + span) for at in starts]
-
-
 def find_section(sizes: Sequence[int], box: Box, start: int, stop: int) -> tuple[int, int]:
     """The elements of ``box`` among elements ``start`` to ``stop`` of its array: the first, and the one after the last,
     in the row-major order of the box."""
@@ -168,7 +150,7 @@ def find_stored(metadata: Metadata, index: MetadataIndex, kind: LoadItemType, ur
     info = metadata.storage_data.get(index)
     if info is None:
         raise damaged("lies nowhere")
-    raw_offset, crc, whole = get_raw_offset(info), get_crc(info), torch.Size((info.length,))
+    (raw_offset, crc), whole = get_facts(info), torch.Size((info.length,))
     whole_crc = crc if raw_offset is None else None
     if kind == LoadItemType.BYTE_IO:
         if info.length == 0:
@@ -219,25 +201,35 @@ def ranges_of_box(
     """The runs of bytes of a chunk to fetch for a box of it, widened to what the recorded checksums can check. A gap of
     at most ``max_gap`` bytes between two runs is fetched as well: skipping it would take longer. Raises ValueError if
     the box is not inside the chunk."""
+    runs = block_runs(sizes, box, element_size, element_size if blocks is None else blocks.size, max_gap)
     if blocks is None:
-        runs = runs_of_box(sizes, box, max_gap // element_size)
-        return [Range(start * element_size, stop * element_size, None) for start, stop in runs]
+        return [Range(start, stop, None) for start, stop in runs]
     nbytes = math.prod(sizes) * element_size
-    runs = block_runs(sizes, box, element_size, blocks.size, max_gap)
     return [widen(start, stop, nbytes, blocks) for start, stop in runs]
 
 
 def block_runs(sizes: Sequence[int], box: Box, element_size: int, block: int, max_gap: int) -> list[tuple[int, int]]:
     """The runs of bytes of a chunk, in whole blocks, that have a box of it, more than ``max_gap`` apart; ValueError if
     the box is not inside the chunk."""
-    nbytes = math.prod(sizes) * element_size
+    start, stop = covering_run(sizes, box)
+    if start == stop:
+        return []
+    strides, nbytes = row_major_strides(sizes), math.prod(sizes) * element_size
+    gap = max(max_gap, block - 1) // element_size  # runs closer than a block are merged anyway
+    # From the innermost dimension outwards: a run spans the box in all dimensions from ``dim`` on.
+    dim, span = len(sizes), 1
+    while dim > 0 and (box.lengths[dim - 1] == 1 or strides[dim - 1] - span <= gap):
+        dim -= 1
+        span += (box.lengths[dim] - 1) * strides[dim]
+    starts = [start]
+    for outer in range(dim):
+        starts = [at + index * strides[outer] for at in starts for index in range(box.lengths[outer])]
     merged: list[tuple[int, int]] = []
-    # Runs closer than a block are merged anyway.
-    for start, stop in runs_of_box(sizes, box, max(max_gap, block) // element_size):
-        first = start * element_size // block * block
+    for at in starts:
+        first = at * element_size // block * block
         if merged and first - merged[-1][1] <= max_gap:
             first = merged.pop()[0]
-        merged.append((first, min(-(-stop * element_size // block) * block, nbytes)))
+        merged.append((first, min(-(-(at + span) * element_size // block) * block, nbytes)))
     return merged
 
 

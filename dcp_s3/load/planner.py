@@ -120,31 +120,25 @@ def create_load_plan(state_dict: dict[str, Any], metadata: Metadata, *, strict: 
     """Make the plan that torch's `create_default_local_load_plan` makes, or raise as `create_local_plan` does."""
     known: dict[tuple[_Boxes, _Boxes], _Layout] = {}
     size = functools.cache(torch.Size)  # one object for equal sizes: a plan has few different ones
-    parts: list[tuple[str, _Layout] | list[ReadItem]] = []
-    for fqn, entry in state_dict.items():
-        saved = metadata.state_dict_metadata.get(fqn)
-        layout = None
-        if saved is None and strict:
-            raise _mismatch(state_dict, metadata, strict)
-        if isinstance(saved, TensorStorageMetadata) and isinstance(entry, torch.Tensor):
-            if saved.size != _size_of(entry):
-                raise _mismatch(state_dict, metadata, strict)
-            if isinstance(entry, DTensor) and entry.device_mesh.get_coordinate() is None:
-                continue  # its mesh does not have this rank
-            layout = _find_layout(known, size, saved, entry)
-        elif _is_other_kind(saved, entry):
-            raise _mismatch(state_dict, metadata, strict)
-        if layout is not None:
-            parts.append((fqn, layout))
-        else:
-            parts.append(create_default_local_load_plan({fqn: entry}, metadata, strict).items)
     items: list[ReadItem] = []
     with collector_paused():
-        for part in parts:
-            if isinstance(part, list):
-                items += part
+        for fqn, entry in state_dict.items():
+            saved = metadata.state_dict_metadata.get(fqn)
+            layout = None
+            if saved is None and strict:
+                raise _mismatch(state_dict, metadata, strict)
+            if isinstance(saved, TensorStorageMetadata) and isinstance(entry, torch.Tensor):
+                if saved.size != _size_of(entry):
+                    raise _mismatch(state_dict, metadata, strict)
+                if isinstance(entry, DTensor) and entry.device_mesh.get_coordinate() is None:
+                    continue  # its mesh does not have this rank
+                layout = _find_layout(known, size, saved, entry)
+            elif _is_other_kind(saved, entry):
+                raise _mismatch(state_dict, metadata, strict)
+            if layout is None:
+                items += create_default_local_load_plan({fqn: entry}, metadata, strict).items
                 continue
-            fqn, (places, rows) = part
+            places, rows = layout
             indices = [MetadataIndex(fqn, offset, index) for offset, index in places]
             items += [
                 ReadItem(LoadItemType.TENSOR, indices[i], dest_offsets, indices[j], storage_offsets, lengths)

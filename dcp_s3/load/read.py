@@ -9,7 +9,6 @@ import contextlib
 import functools
 import io
 import logging
-import math
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from itertools import dropwhile
@@ -21,7 +20,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 
 from dcp_s3 import errors
-from dcp_s3.format.archive import MAX_HEAD, ArchiveHead, FramingError, HeadError, compute_frame, parse_head
+from dcp_s3.format.archive import MAX_HEAD, ArchiveHead, FramingError, compute_frame, parse_head
 from dcp_s3.format.blocks import Range
 from dcp_s3.format.metadata import is_unproven
 from dcp_s3.format.safe_items import check_item, check_storages
@@ -30,7 +29,7 @@ from dcp_s3.load.fetch import Fetcher
 from dcp_s3.load.items import Transfer, elements_of
 from dcp_s3.load.plan import READ_GAP, SMALL_HALF, Box, StoredChunk, find_stored, plan_requests, ranges_of_box
 from dcp_s3.load.planner import some
-from dcp_s3.load.weights import get_etags
+from dcp_s3.load.weights import WeightsMetadata
 from dcp_s3.memory import counted_as_change, is_plain, synchronize_accelerator, view_bytes
 from dcp_s3.process import collector_paused, world_size
 from dcp_s3.s3.multipart import GETS_PER_SECOND, plan_part_size
@@ -55,7 +54,7 @@ class LoadExecutor:
         allow_dtype_cast: bool = True,
     ) -> None:
         self.fetcher = fetcher
-        fetcher.etags = get_etags(metadata)
+        fetcher.etags = metadata.etags if isinstance(metadata, WeightsMetadata) else {}
         self._url, self._metadata, self._transforms = str(fetcher.url), metadata, transforms
         self._weights_only, self._allow_dtype_cast = weights_only, allow_dtype_cast
         self._unproven = is_unproven(metadata)
@@ -208,9 +207,9 @@ class LoadExecutor:
         item, stored, target, name = transfer.item, transfer.stored, transfer.target, transfer.item.storage_index.fqn
         buffer, transfer.into = transfer.into, None
         data = memoryview(b"") if buffer is None else view_bytes(buffer)
-        kind = _kind_of(stored)
         try:
-            head = None if kind is None or target is None else find_head(kind, data)
+            kind = None if target is None else _kind_of(stored)
+            head = None if kind is None else find_head(kind, data)
             if head is not None:
                 raw = data[head.raw_offset : head.raw_offset + head.nbytes]
                 tensor = elements_of(raw, head.dtype) if raw.nbytes else torch.empty(0, dtype=head.dtype)
@@ -251,7 +250,8 @@ class LoadExecutor:
         """Fetch items, on so many threads or as many as fill the link, and hand them to the planner."""
         for transfer in transfers:
             if not transfer.ranges:
-                transfer.finish()
+                if transfer.complete is not None:
+                    transfer.complete(transfer)
                 self._commit(transfer, planner)
         segments = [segment for transfer in transfers for segment in transfer.segments()]
         if not segments:
@@ -270,7 +270,7 @@ class LoadExecutor:
         fetched = sum([request.length for request in requests])
         most = max(len(requests), fetched // SMALL_HALF)
         most = most if all_direct else min(most, fetcher.max_buffers)
-        with fetcher.fetch(requests, threads=threads, most=most) as arrivals:
+        with contextlib.closing(fetcher.fetch(requests, threads=threads, most=most)) as arrivals:
             for finished in arrivals:
                 self._commit(finished, planner)
 
@@ -325,7 +325,7 @@ def find_late(transfers: Sequence[Transfer]) -> list[int]:
     Of entries that share memory (tied parameters) the last one in the plan wins, as with torch's readers, unless what
     was saved for them is known to be the same.
     """
-    spans: list[tuple[float, float, int]] = []  # of memory, each with the number of the item
+    places: dict[int, tuple[int, int]] = {}  # in memory: of the first byte, and of that after the last
     for number, transfer in enumerate(transfers):
         target = transfer.target
         if target is None or not is_plain(target) or target.numel() == 0:
@@ -334,26 +334,28 @@ def find_late(transfers: Sequence[Transfer]) -> list[int]:
         if not target.is_contiguous():
             last = sum((size - 1) * stride for size, stride in zip(target.shape, target.stride(), strict=True))
             size = (last + 1) * target.element_size()
-        spans.append((start, start + size, number))
+        places[number] = start, start + size
+    groups: list[list[int]] = []  # that overlap, directly or through others
+    end = -1
+    for number, (start, stop) in sorted(places.items(), key=itemgetter(1)):
+        if start >= end:
+            groups.append([])
+        groups[-1].append(number)
+        end = max(end, stop)
     late: list[int] = []
-    group: list[tuple[float, float, int]] = []  # that overlap, directly or through others
-    end = -math.inf
-    for span in [*sorted(spans), (math.inf, math.inf, -1)]:
-        if span[0] >= end and len(group) > 1:  # most share no memory
-            numbers = sorted(number for _, _, number in group)
-            contents: dict[str, list[object]] = {}  # of each entry: its items may lie between those of another
-            for low, high, number in sorted(group, key=itemgetter(2)):
-                item, stored = transfers[number].item, transfers[number].stored
-                place = low, high, item.dest_offsets, item.lengths, item.storage_offsets
-                contents.setdefault(item.dest_index.fqn, []).append((place, stored.sizes, stored.crc))
-            known = all(transfers[number].stored.crc is not None for number in numbers)
-            if len(set(map(tuple, contents.values()))) > 1 or not known:
-                first = transfers[numbers[0]].item.dest_index.fqn
-                late += dropwhile(lambda number: transfers[number].item.dest_index.fqn == first, numbers)  # noqa: B023
-        if span[0] >= end:
-            group, end = [], -math.inf
-        group.append(span)
-        end = max(end, span[1])
+    for group in groups:
+        if len(group) == 1:  # most share no memory
+            continue
+        group.sort()
+        contents: dict[str, list[object]] = {}  # of each entry: its items may lie between those of another
+        for number in group:
+            item, stored = transfers[number].item, transfers[number].stored
+            where = places[number], item.dest_offsets, item.lengths, item.storage_offsets
+            contents.setdefault(item.dest_index.fqn, []).append((where, stored.sizes, stored.crc))
+        known = all(transfers[number].stored.crc is not None for number in group)
+        if len(set(map(tuple, contents.values()))) > 1 or not known:
+            first = next(iter(contents))
+            late += dropwhile(lambda number: transfers[number].item.dest_index.fqn == first, group)  # noqa: B023
     return sorted(late)
 
 
@@ -380,7 +382,7 @@ def expect_head(kind: ItemKind) -> tuple[bytes, ArchiveHead | None]:
     expected; the item's own head is fetched with them, and must say the same.
     """
     header = b""
-    with contextlib.suppress(FramingError, HeadError, RuntimeError, MemoryError):  # RuntimeError: too much for torch
+    with contextlib.suppress(FramingError, RuntimeError, MemoryError):  # RuntimeError: too much for torch
         dtype, shape, length = kind
         frame = compute_frame(dtype, shape)
         if frame.length == length:
@@ -395,9 +397,8 @@ def find_head(kind: ItemKind, data: bytes | memoryview) -> ArchiveHead | None:
     header, head = expect_head(kind)
     if head is not None and bytes(data[: head.length]) == header:
         return head
-    with contextlib.suppress(HeadError):
-        head = parse_head(bytes(data[:MAX_HEAD]))
-        dtype, shape, length = kind
-        right = (head.dtype, head.shape) == (dtype, tuple(shape))
-        return head if right and head.raw_offset + head.nbytes <= length else None
-    return None
+    head = parse_head(bytes(data[:MAX_HEAD]))
+    dtype, shape, length = kind
+    if head is None or (head.dtype, head.shape) != (dtype, tuple(shape)) or head.raw_offset + head.nbytes > length:
+        return None
+    return head

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import logging
 import os
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch.distributed as dist
@@ -33,7 +33,7 @@ from dcp_s3.load.weights import Fetched, fetch, find_uncommitted
 from dcp_s3.process import collector_paused, launch
 from dcp_s3.s3.store import store_of
 from dcp_s3.settings import Settings, SettingsLike, resolve_settings
-from dcp_s3.spill.local import LocalObjects, with_copies
+from dcp_s3.spill.local import LocalObjects
 from dcp_s3.store import Counters, Store
 from dcp_s3.torch_private import ReaderTransforms
 from dcp_s3.units import one_line
@@ -181,10 +181,8 @@ class S3StorageReader(StorageReader):
                 rank = process.rank() if process.is_initialized() else launch().rank
             try:
                 self._fetched = fetch(store, url, self.settings, rank, include_uncommitted=uncommitted)
-            except errors.CheckpointDeletedError:
-                raise
-            except errors.CheckpointNotFoundError:
-                raise error from None
+            except errors.CheckpointNotFoundError as own:
+                raise (own if isinstance(own, errors.CheckpointDeletedError) else error) from None
         return self._fetched.metadata
 
     @called_by_dcp
@@ -211,9 +209,7 @@ class S3StorageReader(StorageReader):
             return plan
         shares = self.load_sharing and not self.include_uncommitted
         where = f"{self.settings.endpoint_url or ''} {self._url}"
-        return dataclasses.replace(
-            plan, storage_data=make_offer(where, fetched.version, self._process_group, shares=shares)
-        )
+        return replace(plan, storage_data=make_offer(where, fetched.version, self._process_group, shares=shares))
 
     @called_by_dcp
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
@@ -234,7 +230,7 @@ class S3StorageReader(StorageReader):
             elif len(plans) > 1 and any(offer.shares for offer in offers):
                 logger.info("every rank reads %s by itself: %s", self._url, reason)
         return [
-            dataclasses.replace(plan, storage_data=mine) if isinstance(plan.storage_data, Offer) else plan
+            replace(plan, storage_data=mine) if isinstance(plan.storage_data, Offer) else plan
             for plan, mine in zip(plans, told, strict=True)
         ]
 
@@ -252,16 +248,16 @@ class S3StorageReader(StorageReader):
         if self._metadata is None:
             raise errors.SaveProtocolError("read_data was called before set_up_storage_reader")
         (url, store), assignment = self._here(), plan.storage_data
-        sharing: contextlib.AbstractContextManager[Exchange | None] = contextlib.nullcontext()
-        if isinstance(assignment, Assignment):
-            group: Any = self._process_group if assignment.group == "given" else dist.group.WORLD
-            sharing = Exchange(group, assignment, url=str(url))
-        with sharing as exchange, contextlib.ExitStack() as stack:
+        with contextlib.ExitStack() as stack:
+            exchange = None
+            if isinstance(assignment, Assignment):
+                group: Any = self._process_group if assignment.group == "given" else dist.group.WORLD
+                exchange = stack.enter_context(Exchange(group, assignment, url=str(url)))
             check_filled(plan, planner, self._metadata, str(url))
-            copies = with_copies(store, self.settings, url)
+            copies = store if self.settings.spill_dir is None else LocalObjects(store, self.settings, url)
             if self._fetched is not None and self._fetched.lease is not None:
                 stack.enter_context(self._fetched.lease.renewed())
-            fetcher = Fetcher(copies, url, self.settings, "dcp_s3-download")
+            fetcher = Fetcher(copies, url, self.settings)
             executor = LoadExecutor(
                 fetcher, self._metadata, self._transforms,
                 weights_only=self.weights_only, allow_dtype_cast=self.allow_dtype_cast,
@@ -271,7 +267,7 @@ class S3StorageReader(StorageReader):
                 (began, before), now = self._began, store.counters()
                 event = Loaded(
                     url=str(url), step=self._step, rank=process.rank(), ranks=process.world_size(),
-                    bytes=sum(fetcher.fetched), disk_bytes=copies.read_bytes if isinstance(copies, LocalObjects) else 0,
+                    bytes=sum(fetcher.fetched), disk_bytes=sum(copies.sizes) if isinstance(copies, LocalObjects) else 0,
                     seconds=time.monotonic() - began, hedged=now.hedged - before.hedged,
                     throttled=now.throttled - before.throttled,
                 )  # fmt: skip
@@ -344,7 +340,7 @@ class S3StorageReader(StorageReader):
         if entry is None:
             raise missing_error(url, name, waiting.attachments)
         data = bytearray(entry.size)
-        with_copies(store, self.settings, url).read(url.key(entry.path), 0, memoryview(data))
+        LocalObjects(store, self.settings, url).read(url.key(entry.path), 0, memoryview(data))
         return check_bytes(bytes(data), url, entry)
 
     def attachments(self) -> list[str]:
@@ -357,8 +353,7 @@ class S3StorageReader(StorageReader):
             CheckpointNotFoundError: no committed checkpoint is there.
             CorruptCheckpointError, StorageError
         """
-        waiting = self._waiting_manifest()
-        url, store = self._here()
+        (url, store), waiting = self._here(), self._waiting_manifest()
         found = find_attachments(store, url) if waiting is None else waiting.attachments
         return sorted(found or ())
 
@@ -375,8 +370,7 @@ class S3StorageReader(StorageReader):
             CheckpointNotFoundError: no committed checkpoint is there.
             CorruptCheckpointError, StorageError
         """
-        waiting = self._waiting_manifest()
-        url, store = self._here()
+        (url, store), waiting = self._here(), self._waiting_manifest()
         return read_extra(store, url) if waiting is None else waiting.extra
 
     def _waiting_manifest(self) -> Manifest | None:
@@ -401,11 +395,11 @@ class _UnreadableMetadata(Metadata):
         return object.__getattribute__(self, name)
 
 
+@dataclass(eq=False)
 class _FailureTeller:
     """Metadata that a reader has read carries it, so that a planner can tell of a failure. Copies tell nobody."""
 
-    def __init__(self, tell: Callable[[BaseException], None] = lambda _: None) -> None:
-        self.tell = tell
+    tell: Callable[[BaseException], None] = lambda _: None
 
     def __reduce__(self) -> tuple[type[_FailureTeller], tuple[()]]:
         return _FailureTeller, ()

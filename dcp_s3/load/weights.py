@@ -7,6 +7,7 @@ checkpoint with one chunk for each tensor, which has no checksums.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -115,7 +116,7 @@ def _read_header(store: Store, name: str, *, prefix: str, where: str) -> dict[st
     return {entry.name: FoundTensor(**vars(entry), file=name, etag=head.etag, start=start) for entry, start in placed}
 
 
-def make_metadata(found: Mapping[str, FoundTensor]) -> Metadata:
+def make_metadata(found: Mapping[str, FoundTensor]) -> WeightsMetadata:
     """DCP's metadata of tensors in files: one chunk for each."""
     saved, stored = {}, {}
     for fqn, tensor in found.items():
@@ -126,19 +127,15 @@ def make_metadata(found: Mapping[str, FoundTensor]) -> Metadata:
         stored[MetadataIndex(fqn, start)] = info
     names = {fqn: (fqn,) for fqn in found}
     etags = {tensor.file: tensor.etag for tensor in found.values()}
-    return _Metadata(saved, names, stored, StorageMeta(), etags=etags)  # type: ignore[arg-type]
+    return WeightsMetadata(saved, names, stored, StorageMeta(), etags=etags)  # type: ignore[arg-type]
 
 
 @dataclass
-class _Metadata(Metadata):
+class WeightsMetadata(Metadata):
     """Metadata of safetensors files. A class of its own: ``.metadata`` may have attributes of any name."""
 
     etags: Mapping[str, str] = field(default_factory=dict)
-
-
-def is_weights(metadata: Metadata) -> bool:
-    """Whether the metadata was made of safetensors files."""
-    return isinstance(metadata, _Metadata)
+    """ETags of the files, by their names. The objects of a checkpoint need none: their names are random."""
 
 
 def rename_entries(metadata: Metadata, names: Mapping[str, str]) -> Metadata:
@@ -153,12 +150,7 @@ def rename_entries(metadata: Metadata, names: Mapping[str, str]) -> Metadata:
     return replace(metadata, state_dict_metadata=saved, planner_data=planner_data, storage_data=stored)
 
 
-def get_etags(metadata: Metadata) -> Mapping[str, str]:
-    """ETags of the objects that the metadata describes, by their paths; none if their names are random."""
-    return metadata.etags if isinstance(metadata, _Metadata) else {}
-
-
-def fetch_weights(store: Store, url: CheckpointURL) -> Metadata | None:
+def fetch_weights(store: Store, url: CheckpointURL) -> WeightsMetadata | None:
     """The metadata of safetensors files right at ``url``; None if there are none, or files of a save. WeightsError if
     they are damaged."""
     prefix = url.key("")
@@ -180,7 +172,7 @@ def fetch_weights(store: Store, url: CheckpointURL) -> Metadata | None:
 class Fetched(NamedTuple):
     metadata: Metadata
     version: int  # hash of its bytes
-    lease: ReaderLease | None  # lease on the checkpoint; None if its commit waits on this host's disk
+    lease: ReaderLease | None  # None without ``reader_lease``, or if its commit waits on this host's disk
     rank: int | None = None  # the rank whose metadata it is; None for that of all ranks
 
 
@@ -192,25 +184,25 @@ def fetch(
     if waiting is not None:
         metadata = load_metadata(waiting.metadata, url=str(url), of_rank=rank is not None)
         return Fetched(metadata, crc64nvme(waiting.metadata), None, rank)
-    lease = ReaderLease(store, url, settings.reader_lease)
-    lease.take()
-    try:
+    with contextlib.ExitStack() as stack:
+        lease = None
+        if settings.reader_lease is not None:
+            lease = ReaderLease(store, url, settings.reader_lease)
+            stack.callback(lease.release)
+            lease.take()
         try:
             stored = fetch_metadata(store, url, rank)
         except errors.CheckpointNotFoundError:
             weights = fetch_weights(store, url) if rank is None else None
             if weights is None:
                 raise
-            lease.release()
-            version = crc64nvme(repr(sorted(get_etags(weights).items())).encode())
-            return Fetched(weights, version, None)
+            return Fetched(weights, crc64nvme(repr(sorted(weights.etags.items())).encode()), None)
         metadata = check_metadata(stored, url, rank)
-        save_ids = stored.metadata.get(SAVE_ID_KEY), getattr(metadata.storage_meta, "save_id", None), None
-        deletions = {deletion_id(each, stored.etag) for each in save_ids} if rank is None else None
-        lease.check_not_deleted(deletions, rank=rank)
-    except BaseException:
-        lease.release()
-        raise
+        if lease is not None:
+            save_ids = stored.metadata.get(SAVE_ID_KEY), getattr(metadata.storage_meta, "save_id", None), None
+            deletions = {deletion_id(each, stored.etag) for each in save_ids} if rank is None else None
+            lease.check_not_deleted(deletions, rank=rank)
+        stack.pop_all()
     return Fetched(metadata, crc64nvme(stored.data), lease, rank)
 
 
@@ -219,8 +211,7 @@ def find_uncommitted(store: Store, settings: Settings, url: CheckpointURL, rank:
     spill = open_store(settings)
     found = None
     for waiting in find_commits(spill, str(url)) if spill else ():
-        commit = waiting.journal.commit
-        if commit is not None and commit.rank == rank:
+        if waiting.journal.commit is not None and waiting.journal.commit.rank == rank:
             found = waiting
     if found is None:
         return None

@@ -21,7 +21,7 @@ from dcp_s3.retention.catalog import CheckpointCatalog
 from dcp_s3.retention.policy import AnyOf, KeepBest, Mode, PolicyFunction, best_first
 from dcp_s3.settings import Settings
 from dcp_s3.spill.drain import drain_in_background
-from dcp_s3.spill.local import find_commits, find_waiting
+from dcp_s3.spill.local import find_commits
 from dcp_s3.spill.store import open_store
 from dcp_s3.url import parse_url
 
@@ -248,8 +248,9 @@ def look_at_disk(catalog: CheckpointCatalog) -> Disk:
     root = f"{catalog.root}/"
     waiting = {
         (save.journal.url, spilled.entry.path): spilled.entry.size
-        for save, spilled in find_waiting(store)
+        for save in store.scan()
         if save.journal.url.startswith(root)
+        for spilled in save.journal.objects
     }
     return Disk(commits, waiting)
 

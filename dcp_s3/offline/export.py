@@ -27,7 +27,7 @@ from dcp_s3.format.safetensors import (
     plan_shards,
 )
 from dcp_s3.load.plan import Box
-from dcp_s3.load.weights import is_weights
+from dcp_s3.load.weights import WeightsMetadata
 from dcp_s3.memory import Piece, view_bytes
 from dcp_s3.offline.names import new_names
 from dcp_s3.offline.place import Place, ahead
@@ -116,7 +116,7 @@ def export(
     with lease.renewed():
         checkpoint = OpenCheckpoint(where, given)
         lease.check_not_deleted(None)
-        if is_weights(checkpoint.metadata):
+        if isinstance(checkpoint.metadata, WeightsMetadata):
             raise not_found_error(checkpoint.url, why=": safetensors weights lie there")
         names = checkpoint.match(include)
         files = _plan(checkpoint, names, rename or {}, wanted, most)

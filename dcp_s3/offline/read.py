@@ -26,7 +26,7 @@ from dcp_s3.load.weights import open_metadata
 from dcp_s3.offline.names import closest, matches
 from dcp_s3.s3.store import store_of
 from dcp_s3.settings import Settings, SettingsLike, resolve_settings
-from dcp_s3.spill.local import with_copies
+from dcp_s3.spill.local import LocalObjects
 from dcp_s3.torch_private import ReaderTransforms
 from dcp_s3.url import CheckpointURL, parse_url
 
@@ -218,8 +218,8 @@ class OpenCheckpoint:
     def reading(self, *, weights_only: bool = True, buffers: int | None = None) -> Iterator[Fill]:
         """Reads that share a fetcher, one after the other; ``buffers``: see `Fetcher`."""
         nothing = torch.Size((0,))
-        store = with_copies(self.store, self.settings, self.url)
-        fetcher = Fetcher(store, self.url, self.settings, "dcp_s3-download", buffers=buffers)
+        store = self.store if self.settings.spill_dir is None else LocalObjects(self.store, self.settings, self.url)
+        fetcher = Fetcher(store, self.url, self.settings, buffers=buffers)
         executor = LoadExecutor(fetcher, self.metadata, ReaderTransforms(None), weights_only=weights_only)
 
         def fill(targets: Sequence[Target], objects: Sequence[str]) -> dict[str, Any]:

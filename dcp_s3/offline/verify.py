@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from dcp_s3 import errors
 from dcp_s3.checkpoint.commit_state import check_metadata, fetch_metadata, find_crc_mismatch, not_found_error
 from dcp_s3.checkpoint.directory import Directory, list_directory
-from dcp_s3.format.blocks import get_crc, get_raw_offset
+from dcp_s3.format.blocks import get_facts
 from dcp_s3.format.control_files import Manifest, ObjectEntry
 from dcp_s3.format.layout import SAVE_ID_KEY, manifest_object, metadata_object
 from dcp_s3.format.saved_entries import find_chunk, find_flaws
@@ -257,8 +257,9 @@ def _find_items(metadata: Metadata, path: str, *, of_rank: bool) -> tuple[list[_
     items, problems = [], []
     for index, info in metadata.storage_data.items():
         saved, start, length = metadata.state_dict_metadata.get(index.fqn), 0, info.length
+        raw_offset, crc = get_facts(info)
         if isinstance(saved, TensorStorageMetadata):
-            chunk, raw_offset = find_chunk(saved, index), get_raw_offset(info)
+            chunk = find_chunk(saved, index)
             if chunk is None:
                 length = info.length + 1  # which does not fit
             elif raw_offset is not None:
@@ -268,7 +269,7 @@ def _find_items(metadata: Metadata, path: str, *, of_rank: bool) -> tuple[list[_
             problems.append(Problem(path, index.fqn, what))
             continue
         first = info.offset + start
-        covered = get_crc(info), first, first + length
+        covered = crc, first, first + length
         items.append(_Item(index.fqn, info.relative_path, info.offset, info.length, *covered))
     flaws = find_flaws(metadata, filled=not of_rank)
     return items, problems + [Problem(path, fqn, flaw) for fqn, flaw in flaws]

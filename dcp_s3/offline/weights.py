@@ -17,7 +17,7 @@ from dcp_s3.events import Listener
 from dcp_s3.failures import real_causes
 from dcp_s3.load.planner import S3LoadPlanner
 from dcp_s3.load.reader import S3StorageReader
-from dcp_s3.load.weights import is_weights, rename_entries
+from dcp_s3.load.weights import WeightsMetadata, rename_entries
 from dcp_s3.offline.names import new_names
 from dcp_s3.settings import SettingsLike
 
@@ -88,7 +88,7 @@ class _Reader(S3StorageReader):
 
     def _fetch_metadata(self, rank: int | None) -> Metadata:
         metadata, url = super()._fetch_metadata(rank), str(self._url)
-        if not is_weights(metadata):
+        if not isinstance(metadata, WeightsMetadata):
             raise WeightsError(f"{url} is a checkpoint of DCP. Remedy: dcp.load with S3StorageReader({url!r})")
         prefix, rules, tied = self.names
         names = {prefix + name: old for old, name in new_names(metadata.state_dict_metadata, rules or {}).items()}

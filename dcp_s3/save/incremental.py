@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.planner import SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
 from dcp_s3.format.archive import compute_frame
-from dcp_s3.format.blocks import cuts_between, get_blocks, get_crc, get_raw_offset
+from dcp_s3.format.blocks import cuts_between, get_blocks, get_facts
 from dcp_s3.memory import combine_crc64nvme, crc64nvme, iterate_bytes
 from dcp_s3.save.objects import PINNED_BLOCK, ItemWriteResult, ObjectPieces, synchronized_device
 from dcp_s3.save.plan import CopiedItems, WriteBucket, plan_buckets
@@ -96,7 +96,7 @@ def remember(
             crc = None if each.spilled else entry.crc64nvme
             source = None if crc is None else SavedObject(url.key(entry.path), entry.size, int(crc, 16))
         info, data = each.storage_data, planned.get(each.index)
-        if source and data and get_raw_offset(info) is not None and get_crc(info) is not None:
+        if source and data and None not in get_facts(info):
             saved[each.index] = SavedItem(source, info, data.properties.dtype, data.chunk.sizes)
     found[kind] = saved
     found.move_to_end(kind)
@@ -238,7 +238,7 @@ def _make_bucket(runs: Sequence[_Run]) -> WriteBucket:
             continue
         for _, saved in run.items:
             frame = compute_frame(saved.dtype, saved.shape)
-            raw = (get_crc(saved.info) or 0, frame.nbytes)
+            raw = (get_facts(saved.info)[1] or 0, frame.nbytes)
             crcs += [
                 (crc64nvme(frame.header), len(frame.header)), raw, (crc64nvme(frame.trailer), len(frame.trailer))
             ]  # fmt: skip

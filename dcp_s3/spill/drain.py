@@ -92,11 +92,11 @@ class Drainer:
                 report.busy = True
                 return report
             self.store.tidy()
-            for broken in self.store.list_broken():
+            saves, unreadable = self.store.read()
+            for broken in unreadable:
                 if broken.is_final:
                     self.store.refuse(broken.path, broken.reason)
                 (report.refused if broken.is_final else report.waiting)[broken.path.name] = broken.reason
-            saves = self.store.scan()
             # Data first: commits wait for it.
             for save in sorted(saves, key=lambda save: save.journal.commit is not None):
                 try:
@@ -237,7 +237,7 @@ def _upload_file(
             raise DamagedFileError(f"{path.name} is gone") from None
         on_progress(size)  # uploaded by a drain that died before it could update the journal
         return
-    with os.fdopen(fd, "rb") as file:
+    with os.fdopen(fd, "rb"):
         found, length = crc_of_file(fd)
         if (length, crc_hex(found)) != (size, spilled.crc64nvme):
             raise DamagedFileError(
@@ -249,21 +249,14 @@ def _upload_file(
         if is_there and crc == spilled.crc64nvme:
             on_progress(size)
             return
-        mapped = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ) if size else b""
-        view = memoryview(mapped)
+        view = memoryview(mmap.mmap(fd, size, access=mmap.ACCESS_READ) if size else b"")
 
         def parts() -> Iterator[Piece]:
             for start in range(0, size, part_size):
                 yield Piece.of(view[start : start + part_size])
                 on_progress(min(part_size, size - start))
 
-        try:
-            store.put_stream(key, size, parts(), part_size=part_size)
-        finally:
-            with contextlib.suppress(BufferError):  # a view of it is still held: it is unmapped with that
-                view.release()
-                if isinstance(mapped, mmap.mmap):
-                    mapped.close()
+        store.put_stream(key, size, parts(), part_size=part_size)
 
 
 def _abort_uploads(save: SpilledSave, store: Store) -> None:

@@ -10,20 +10,14 @@ from typing import NamedTuple
 from dcp_s3.errors import ObjectNotFoundError, StorageError
 from dcp_s3.memory import targets_of
 from dcp_s3.settings import Settings
-from dcp_s3.spill.journal import Journal, SpilledObject, State
-from dcp_s3.spill.store import DamagedFileError, SpilledSave, SpillStore, open_store
+from dcp_s3.spill.journal import Journal, State
+from dcp_s3.spill.store import DamagedFileError, SpillStore, open_store
 from dcp_s3.store import Into, Moved, ReadWidth, Store
 from dcp_s3.stores.directory import DirectoryStore
 from dcp_s3.stores.wrapper import StoreWrapper
 from dcp_s3.url import CheckpointURL
 
 logger = logging.getLogger(__name__)
-
-
-def find_waiting(store: SpillStore) -> Iterator[tuple[SpilledSave, SpilledObject]]:
-    """The objects that wait for S3, in the directories of their saves. Nothing is changed."""
-    for save in store.scan():
-        yield from ((save, spilled) for spilled in save.journal.objects)
 
 
 class WaitingCommit(NamedTuple):
@@ -52,21 +46,19 @@ class LocalObjects(StoreWrapper):
     """Reads what files in the spill directory have of a checkpoint from there, unless a certain version is asked for;
     all else is ``store``'s. A file is used only if its size and checksum are right."""
 
-    def __init__(self, store: Store, spill: SpillStore, url: CheckpointURL) -> None:
+    def __init__(self, store: Store, settings: Settings, url: CheckpointURL) -> None:
         super().__init__(store)
+        spill = open_store(settings)
         self._lock = threading.Lock()  # held while a file is checked: others wait, which only costs time
         self._files = {
             url.key(spilled.entry.path): (save.path, spilled)
-            for save, spilled in find_waiting(spill)
+            for save in (spill.scan() if spill else ())
             if save.journal.url == str(url)
+            for spilled in save.journal.objects
         }
         self._right: set[str] = set()  # keys whose files were checked
-        self._sizes: list[int] = []  # of what was read from files
-
-    @property
-    def read_bytes(self) -> int:
-        """Bytes that were read from files."""
-        return sum(self._sizes)
+        self.sizes: list[int] = []
+        """Bytes of each read from a file."""
 
     def read(self, key: str, start: int, into: Into, etag: str | None = None, *, moved: Moved | None = None) -> None:
         targets = targets_of(into)
@@ -90,7 +82,7 @@ class LocalObjects(StoreWrapper):
                 for target in targets:
                     target.start_again()
             else:
-                self._sizes.append(sum(target.view.nbytes for target in targets))
+                self.sizes.append(sum(target.view.nbytes for target in targets))
                 return
         self.store.read(key, start, targets, etag, moved=moved)
 
@@ -100,9 +92,3 @@ class LocalObjects(StoreWrapper):
 
     def distrust(self, key: str) -> None:
         self._files.pop(key, None)
-
-
-def with_copies(store: Store, settings: Settings, url: CheckpointURL) -> Store:
-    """The store for a load of one checkpoint: with what this host's spill directory has of it in front."""
-    spill = open_store(settings)
-    return store if spill is None else LocalObjects(store, spill, url)

@@ -96,7 +96,7 @@ class SpilledSave:
         # Made elsewhere and moved: every directory in saves/ has a journal, and a lock while it is being written.
         root, new = self.store.path, self.store.path / "new" / self.name
         with as_spill_error(root, "create a directory"):
-            self.store.make()
+            root.mkdir(mode=0o700, parents=True, exist_ok=True)  # one that is there stays as it is
             is_new = not self.store.saves.exists()
             _make_private(self.store.saves)
             if is_new:
@@ -190,10 +190,6 @@ class SpillStore:
         self.takes_nothing = False
         """Set by a save that could not write there, for itself."""
 
-    def make(self) -> None:
-        """Make the directory, for its owner only, if it is missing. One that is there stays as it is."""
-        self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
-
     def begin(self, journal: Journal, role: str) -> SpilledSave:
         """One rank's objects of a save, or its commit, to be entered: ``role`` is the rank or ``commit``."""
         name = f"{int(journal.created_at * 1000):014d}-{journal.save_id}-{role}-{secrets.token_hex(3)}"
@@ -201,22 +197,21 @@ class SpillStore:
 
     def scan(self) -> list[SpilledSave]:
         """The saves, oldest first, without damaged and unreadable ones."""
-        return [found for found in self._read() if isinstance(found, SpilledSave)]
+        return self.read()[0]
 
-    def list_broken(self) -> list[RefusedSave]:
-        """The saves whose journals are damaged, or cannot be read now."""
-        return [found for found in self._read() if isinstance(found, RefusedSave)]
-
-    def _read(self) -> Iterator[SpilledSave | RefusedSave]:
+    def read(self) -> tuple[list[SpilledSave], list[RefusedSave]]:
+        """The saves, oldest first, and those whose journals are damaged, or cannot be read now."""
+        saves, broken = list[SpilledSave](), list[RefusedSave]()
         for path in _directories(self.saves):
             try:
-                yield SpilledSave(self, path, read_journal(path))
+                saves.append(SpilledSave(self, path, read_journal(path)))
             except FileNotFoundError:
                 continue
             except JournalError as error:
-                yield RefusedSave(path, f"the journal is damaged: {error}")
+                broken.append(RefusedSave(path, f"the journal is damaged: {error}"))
             except OSError as error:
-                yield RefusedSave(path, f"the journal cannot be read: {error}", is_final=False)
+                broken.append(RefusedSave(path, f"the journal cannot be read: {error}", is_final=False))
+        return saves, broken
 
     def tidy(self) -> None:
         """Remove remains of saves whose process died while making or removing them. For the drain."""
@@ -281,11 +276,9 @@ class SpillStore:
         """Try to become the only drainer of this directory; yields whether that worked. The lock dies with the
         process."""
         with contextlib.ExitStack() as stack:
-            try:
-                self.make()
+            with as_spill_error(self.path, "lock a file"):
+                self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
                 alone = stack.enter_context(_locked(self.path / "drainer.lock", wait=False))
-            except OSError as error:
-                raise SpillError(f"cannot drain {self.path}: {error.strerror}") from error
             yield alone
 
 

@@ -12,7 +12,13 @@ import torch.distributed.checkpoint as dcp
 from dcp_s3 import CheckpointCatalog, S3StorageReader
 from dcp_s3.checkpoint import lease as lease_module
 from dcp_s3.checkpoint.lease import DELETION_BEGINS, ReaderLease
-from dcp_s3.errors import AccessDeniedError, CheckpointDeletedError, SettingsError, TransferError
+from dcp_s3.errors import (
+    AccessDeniedError,
+    CheckpointDeletedError,
+    CheckpointNotFoundError,
+    SettingsError,
+    TransferError,
+)
 from dcp_s3.format.layout import LEASE_PREFIX, deletion_object
 from tests.faulty import BUCKET, FaultyServer
 from tests.retention.making import save, state, zeros
@@ -85,6 +91,9 @@ def test_a_load_that_fails_and_a_reader_that_is_reset_leave_no_lease(leasing: Fa
     reader.read_metadata()
     assert len(of_loads(leasing)) == 1
     reader.reset()
+    assert of_loads(leasing) == []
+    with pytest.raises(CheckpointNotFoundError):
+        S3StorageReader(f"s3://{BUCKET}/run/none").read_metadata()
     assert of_loads(leasing) == []
     [data] = [key for key in leasing.s3.objects(BUCKET) if key.endswith(".distcp")]
     leasing.s3._store.delete(BUCKET, [data])

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
 from dcp_s3 import CheckpointManager, S3StorageReader, S3StorageWriter, errors, read_tensor, verify
-from dcp_s3.format.blocks import get_crc, get_raw_offset
+from dcp_s3.format.blocks import get_facts
 from dcp_s3.format.metadata import load_metadata
 from dcp_s3.memory import crc64nvme, crc_hex
 from tests.end_to_end import loads
@@ -62,10 +62,10 @@ class Saved(offline.Saved):
     def covered(self, fqn: str) -> tuple[int, int]:
         """First byte and length, in the object, of what the checksum of an item covers."""
         info = self.info(fqn)
-        if not get_raw_offset(info):
+        if not get_facts(info)[0]:
             return info.offset, info.length
         entry: Any = self.metadata.state_dict_metadata[fqn]
-        return info.offset + get_raw_offset(info), entry.size.numel() * entry.properties.dtype.itemsize
+        return info.offset + get_facts(info)[0], entry.size.numel() * entry.properties.dtype.itemsize
 
     def failure_after(self, change: Callable[[Metadata], None]) -> errors.DcpS3Error:
         original = self.get(".metadata")
@@ -106,7 +106,7 @@ def test_a_flipped_bit_in_an_item(saved: Saved, fqn: str, place: float) -> None:
     message = str(saved.failure_of_load())
     assert repr(fqn) in message
     assert f"bytes {start} to {start + length - 1} of {info.relative_path}" in message
-    found, expected = crc64nvme(saved.get(info.relative_path)[start : start + length]), get_crc(info)
+    found, expected = crc64nvme(saved.get(info.relative_path)[start : start + length]), get_facts(info)[1]
     assert expected is not None
     assert f"CRC-64/NVME {crc_hex(found)}, recorded was {crc_hex(expected)}" in message
 
@@ -170,7 +170,7 @@ def test_checksums_are_recorded_for_every_item(s3: Any, root: str) -> None:
     assert saved.metadata.storage_data
     for index, info in saved.metadata.storage_data.items():
         start, length = saved.covered(index.fqn)
-        assert get_crc(info) == crc64nvme(saved.get(info.relative_path)[start : start + length]), index
+        assert get_facts(info)[1] == crc64nvme(saved.get(info.relative_path)[start : start + length]), index
 
 
 def test_damage_without_checksums_is_found_by_lengths_and_by_unpickling(s3: Any, root: str) -> None:

@@ -14,7 +14,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorProperties
 
 from dcp_s3.errors import CorruptCheckpointError, UnsafeMetadataError
 from dcp_s3.format.allow_list import METADATA
@@ -183,6 +183,16 @@ def test_wrong_entries(place: str) -> None:
             entries["w"].chunks[0] = value
         with pytest.raises(REFUSED, match="step-1"):
             decode_metadata(pickle.dumps(metadata))
+
+
+def test_properties_without_a_dtype() -> None:
+    data = io.BytesIO()
+    pickler = pickle.Pickler(data)
+    new = copyreg.__newobj__  # type: ignore[attr-defined]
+    pickler.dispatch_table = {TensorProperties: lambda _: (new, (TensorProperties,))}
+    pickler.dump(make_metadata())
+    with pytest.raises(CorruptCheckpointError, match="'w'"):
+        decode_metadata(data.getvalue())
 
 
 def test_chunks_outside_of_their_tensor_and_shapes_that_no_memory_holds() -> None:

@@ -31,7 +31,7 @@ from dcp_s3.format import safe_items
 from dcp_s3.format.safe_items import check_item, warn_of_unsafe_item
 from tests import hostile
 from tests.end_to_end.loads import failure, load
-from tests.hostile import archive, call, name, save, stream, text
+from tests.hostile import archive, call, name, plain, save, stream, text
 
 pytestmark = pytest.mark.servers("memory")
 
@@ -214,6 +214,20 @@ def test_what_the_user_allows_may_hold_them() -> None:
         assert same(decode(save(value)), value)
     with torch.serialization.safe_globals([Config, Colour]):
         assert decode(save((Colour.RED, np.ones(1))))[0] is Colour.RED
+
+
+_KEPT = Config(0)
+
+
+def always_the_same(*_: Any) -> Config:
+    return _KEPT
+
+
+def test_what_an_allowed_function_gives_is_not_changed() -> None:
+    changed = archive(stream(call(__name__, "always_the_same") + plain({"value": 1}) + b"b"))
+    with torch.serialization.safe_globals([always_the_same]), pytest.raises(errors.UnsafeItemError):
+        decode(changed)
+    assert _KEPT.value == 0
 
 
 @pytest.mark.parametrize("checksum", ["crc64nvme", "none"])

@@ -18,7 +18,7 @@ import pytest
 import torch
 from hypothesis import example, given
 
-from dcp_s3.format.archive import MAX_HEAD, HeadError, compute_frame, parse_head
+from dcp_s3.format.archive import MAX_HEAD, compute_frame, parse_head
 from dcp_s3.format.blocks import (
     MAX_BLOCK,
     MIN_BLOCK,
@@ -125,12 +125,6 @@ def test_scalars_and_empty_tensors() -> None:
     assert find_flaw((0, 3), [((0, 0), (0, 3)), ((0, 0), (0, 3))]) is None
 
 
-def reason(data: bytes) -> str:
-    with pytest.raises(HeadError) as failure:
-        parse_head(data)
-    return str(failure.value)
-
-
 WRITERS: dict[str, Callable[[bytes], bytes]] = {
     "this torch": bytes, "old": old, "oldest": oldest, "zipfile": zipped,
     "aligned to pages": lambda data: rewritten(data, alignment=4096),
@@ -141,18 +135,20 @@ WRITERS: dict[str, Callable[[bytes], bytes]] = {
 def test_frames_of_our_own(shape: tuple[int, ...]) -> None:
     frame = compute_frame(torch.float32, torch.Size(shape))
     start = len(frame.header)
-    assert astuple(parse_head(frame.header)) == (start, start, frame.nbytes, torch.float32, shape)
+    head = parse_head(frame.header)
+    assert head is not None
+    assert astuple(head) == (start, start, frame.nbytes, torch.float32, shape)
 
 
 @pytest.mark.parametrize("writer", WRITERS)
 def test_the_head_is_enough_and_less_is_not(writer: str) -> None:
     data = WRITERS[writer](saved(torch.ones(3, 2)))
     head = parse_head(data)
+    assert head is not None
     assert parse_head(data[: head.length]) == head
     step = 1 if head.length < 2000 else 37
     for length in range(0, head.length, step):
-        with pytest.raises(HeadError):
-            parse_head(data[:length])
+        assert parse_head(data[:length]) is None
 
 
 _OTHER_ORDER = b"big" if sys.byteorder == "little" else b"little"
@@ -162,45 +158,43 @@ class Subclass(torch.Tensor):
     pass
 
 
-REFUSED: dict[str, tuple[bytes, str]] = {
-    "nothing": (b"", "ends"),
-    "old format": (saved(torch.ones(3), _use_new_zipfile_serialization=False), "no zip archive"),
-    "safetensors": (b"\x30" + bytes(400), "no zip archive"),
-    "a dict": (saved({"a": 1}), "no tensor"),
-    "a sparse tensor": (saved(torch.eye(3).to_sparse()), "_rebuild_sparse_tensor"),
-    "a subclass": (saved(torch.ones(3).as_subclass(Subclass)), "_rebuild_from_type_v2"),
-    "a lazy conjugate": (saved(torch.ones(3, dtype=torch.complex64).conj()), "not an ordinary one"),
-    "a strided view": (saved(torch.ones(4, 4)[:, :2]), "not contiguous"),
-    "compressed": (zipped(saved(torch.ones(3)), zipfile.ZIP_DEFLATED), "compressed"),
-    "another byte order": (rewritten(saved(torch.ones(3)), changed={"byteorder": _OTHER_ORDER}), "byte order"),
-    "no storage": (rewritten(saved(torch.ones(3)), without=("data/0",)), "ends within"),
-    "another storage": (rewritten(saved(torch.ones(3)), changed={"data/1": b"abcd"}), "another storage"),
-    "too many records": (
-        rewritten(saved(torch.ones(3)), changed={f"r{i}": b"x" for i in range(20)}), "16 records"),
-    "no pickle first": (zipped(rewritten(saved(torch.ones(3)))).replace(b"data.pkl", b"dota.pkl"), "not data.pkl"),
-    "code": (archive(stream(hostile.call("tests.hostile", "trip", b"K\x01")), ("data/0", b"")), "tests.hostile.trip"),
-    "beyond its storage": (archive(stream(tensor(4, 0, plain((5,)), plain((1,)))), ("data/0", bytes(16))), "larger"),
-    "a short storage": (archive(stream(tensor(4, 0, plain((4,)), plain((1,)))), ("data/0", bytes(12))), "has 12 bytes"),
-    "before its storage": (archive(stream(tensor(4, -1, plain((2,)), plain((1,))))), "without a shape"),
-    "huge": (archive(stream(tensor(4, 0, plain((2**40, 2**40)), plain((2**40, 1)))), ("data/0", bytes(16))), "larger"),
-    "a negative size": (archive(stream(tensor(4, 0, plain((-2,)), plain((1,))))), "without a shape"),
-    "a bool for a size": (archive(stream(tensor(4, 0, plain((True,)), plain((1,))))), "without a shape"),
-    "a storage alone": (archive(stream(storage(4))), "no tensor"),
+REFUSED: dict[str, bytes] = {
+    "nothing": b"",
+    "old format": saved(torch.ones(3), _use_new_zipfile_serialization=False),
+    "safetensors": b"\x30" + bytes(400),
+    "a dict": saved({"a": 1}),
+    "a sparse tensor": saved(torch.eye(3).to_sparse()),
+    "a subclass": saved(torch.ones(3).as_subclass(Subclass)),
+    "a lazy conjugate": saved(torch.ones(3, dtype=torch.complex64).conj()),
+    "a strided view": saved(torch.ones(4, 4)[:, :2]),
+    "compressed": zipped(saved(torch.ones(3)), zipfile.ZIP_DEFLATED),
+    "another byte order": rewritten(saved(torch.ones(3)), changed={"byteorder": _OTHER_ORDER}),
+    "no storage": rewritten(saved(torch.ones(3)), without=("data/0",)),
+    "another storage": rewritten(saved(torch.ones(3)), changed={"data/1": b"abcd"}),
+    "too many records": rewritten(saved(torch.ones(3)), changed={f"r{i}": b"x" for i in range(20)}),
+    "no pickle first": zipped(rewritten(saved(torch.ones(3)))).replace(b"data.pkl", b"dota.pkl"),
+    "code": archive(stream(hostile.call("tests.hostile", "trip", b"K\x01")), ("data/0", b"")),
+    "beyond its storage": archive(stream(tensor(4, 0, plain((5,)), plain((1,)))), ("data/0", bytes(16))),
+    "a short storage": archive(stream(tensor(4, 0, plain((4,)), plain((1,)))), ("data/0", bytes(12))),
+    "before its storage": archive(stream(tensor(4, -1, plain((2,)), plain((1,)))), ("data/0", bytes(16))),
+    "huge": archive(stream(tensor(4, 0, plain((2**40, 2**40)), plain((2**40, 1)))), ("data/0", bytes(16))),
+    "a negative size": archive(stream(tensor(4, 0, plain((-2,)), plain((1,)))), ("data/0", bytes(16))),
+    "a bool for a size": archive(stream(tensor(4, 0, plain((True,)), plain((1,)))), ("data/0", bytes(16))),
+    "a storage alone": archive(stream(storage(4))),
 }  # fmt: skip
 
 
-def test_the_rest_is_refused_with_a_reason() -> None:
-    for label, (data, expected) in REFUSED.items():
-        assert expected in reason(data), label
+def test_the_rest_is_refused() -> None:
+    for label, data in REFUSED.items():
+        assert parse_head(data) is None, label
         assert not was_tripped(), label
-    assert all(map(reason, hostile.ITEM_BOMBS.values()))
+    assert not any(map(parse_head, hostile.ITEM_BOMBS.values()))
 
 
 @given(st.sampled_from(list(WRITERS)).flatmap(lambda name: mutated(_SAMPLES[name], _SNIPPETS)))
 def test_damaged_heads_are_refused_or_stay_within_bounds(data: bytes) -> None:
-    try:
-        head = parse_head(data)
-    except HeadError:
+    head = parse_head(data)
+    if head is None:
         return
     assert 0 < head.length <= min(len(data), MAX_HEAD)
     assert head.length <= head.raw_offset

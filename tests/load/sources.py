@@ -70,6 +70,6 @@ class MemoryFetcher(Fetcher):
         damage: Damage = lambda *_: None,
     ) -> None:
         store = _Objects(objects, damage)
-        super().__init__(store, parse_url(URL), Settings(), "test")
+        super().__init__(store, parse_url(URL), Settings())
         self.asked, self.distrusted = store.asked, store.distrusted
         """Path, first byte and length of each read; the paths that are to be read anew."""

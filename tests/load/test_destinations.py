@@ -17,7 +17,6 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from dcp_s3 import S3LoadPlanner, S3StorageReader, S3StorageWriter, errors
 from dcp_s3.errors import MissingKeysError
-from dcp_s3.load.fetch import Fetcher
 from dcp_s3.load.read import find_late, keeps_values
 from tests.end_to_end.states import DTYPES, random_tensor
 from tests.end_to_end.test_failures import failure_of_load
@@ -87,13 +86,14 @@ def test_what_is_converted_comes_through_bounded_memory(
 ) -> None:
     state = {"w": torch.randn(3_000_000)}
     dcp.save(state, storage_writer=S3StorageWriter(root, settings={"part_size": "5MiB"}))
-    sizes, reserve = [0], Fetcher._reserve
+    sizes, empty = [0], torch.empty
 
-    def record(fetcher: Fetcher, size: int) -> memoryview:
-        sizes.append(size)
-        return reserve(fetcher, size)
+    def record(*size: Any, **options: Any) -> torch.Tensor:
+        if "pin_memory" in options:
+            sizes.append(*size)
+        return empty(*size, **options)
 
-    monkeypatch.setattr(Fetcher, "_reserve", record)
+    monkeypatch.setattr(torch, "empty", record)
     target = {"w": torch.zeros(3_000_000, dtype=torch.bfloat16)}
     monkeypatch.setattr("dcp_s3.load.fetch.LOAD_BUFFERS", 4 * 2**20)
     dcp.load(target, storage_reader=S3StorageReader(root, settings={"concurrency": 4}))
@@ -188,6 +188,19 @@ def test_tied_parameters_of_one_content_need_no_copy_although_their_chunks_are_c
 
     assert find_late(transfers(("in", 0, 1), ("in", 4, 2), ("out", 0, 1), ("out", 4, 2))) == []
     assert find_late(transfers(("in", 0, 1), ("in", 4, 2), ("out", 0, 1), ("out", 4, 3))) == [2, 3]
+
+
+def test_entries_that_share_no_memory_but_that_of_a_third() -> None:
+    whole = torch.zeros(100)
+    transfers: Any = [
+        SimpleNamespace(
+            target=target, stored=SimpleNamespace(sizes=target.shape, crc=number),
+            item=SimpleNamespace(dest_index=SimpleNamespace(fqn=str(number)), dest_offsets=(0,),
+                                 lengths=target.shape, storage_offsets=(0,)),
+        )
+        for number, target in enumerate((whole, whole[10:20], whole[50:60], torch.zeros(3)))
+    ]  # fmt: skip
+    assert find_late(transfers) == [1, 2]
 
 
 def test_entries_that_interleave(memory_server: S3Server, root: str) -> None:

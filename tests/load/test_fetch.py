@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import math
 import random
+import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from unittest import mock
@@ -18,10 +21,9 @@ from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
 from dcp_s3 import errors
 from dcp_s3.format.blocks import Blocks, Range, cuts_between, make_storage_info, pack_crcs
-from dcp_s3.load.fetch import receive
 from dcp_s3.load.items import Transfer
 from dcp_s3.load.plan import Box, ReadRequest, StoredChunk, halve, plan_requests, ranges_of_box
-from dcp_s3.memory import ReadTarget, crc64nvme, view_bytes
+from dcp_s3.memory import crc64nvme, view_bytes
 from tests.load.sources import URL, MemoryFetcher
 
 _BLOCK = 64
@@ -111,15 +113,10 @@ def receive_all(data: bytes, transfers: Sequence[Transfer], *, max_request: int,
 
 
 def received(data: bytes, request: ReadRequest) -> list[Transfer]:
-    def read(targets: Sequence[ReadTarget]) -> None:
-        at = request.start
-        for target in targets:
-            target.view[:] = data[at : at + target.view.nbytes]
-            target.received(0, target.view.nbytes)
-            at += target.view.nbytes
-        assert at == request.start + request.length
-
-    return receive(request, lambda size: memoryview(bytearray(size)), read)
+    fetcher = MemoryFetcher({_PATH: data})
+    complete = fetcher.receive(request)
+    assert fetcher.asked == [(_PATH, request.start, request.length)]
+    return complete
 
 
 @given(objects(), st.booleans(), st.sampled_from([64, 128, 1000]), st.sampled_from([0, 30, 500]), st.integers(0, 99))
@@ -131,7 +128,7 @@ def test_every_byte_gets_to_its_place(
     receive_all(data, transfers, max_request=max_request, max_gap=max_gap, seed=seed)
     for item, transfer in zip(items, transfers, strict=True):
         assert torch.equal(item.target, item.expected)
-        assert transfer.mismatches() == []
+        assert transfer.verify() == []
         assert transfer.checked == (checked and item.box.numel > 0)
 
 
@@ -146,16 +143,26 @@ def test_a_changed_byte_that_is_fetched_is_noticed_and_repaired(
     receive_all(damaged, transfers, max_request=max_request, max_gap=0, seed=0)
     for item, transfer in zip(items, transfers, strict=True):
         hit = [part for part in transfer.ranges if part.start <= at - item.start < part.stop]
-        wrong = list(transfer.mismatches())
+        wrong = list(transfer.verify())
         assert [part for part, _ in wrong] == hit
         for part, found in wrong:
             assert found != part.crc
-            transfer.forget(part)
             (request,) = plan_requests(transfer.segments([part]), max_request=10**6, max_gap=0)
             assert request.start <= at < request.start + request.length
             assert received(data, request) == [transfer]
-        assert transfer.mismatches() == []
+        assert transfer.verify() == []
         assert torch.equal(item.target, item.expected)
+
+
+@pytest.mark.parametrize("kind", ["cast", "strided"])
+def test_what_never_matches_does_not_get_into_a_tensor_through_a_buffer(kind: str) -> None:
+    chunk = torch.arange(1, 101, dtype=torch.float32)
+    item = Placed(chunk, 0, Box((0,), (100,)), kind)
+    damaged = bytearray(view_bytes(chunk))
+    damaged[-1] ^= 1
+    with pytest.raises(errors.CorruptCheckpointError, match="twice"):
+        fetch(MemoryFetcher({_PATH: bytes(damaged)}), requests_for(item.transfer(checked=True, max_gap=0)))
+    assert not item.target.any()
 
 
 # --- by threads -----------------------------------------------------------------------------------------
@@ -181,7 +188,7 @@ def requests_for(*transfers: Transfer, max_request: int = 2**17) -> list[ReadReq
 
 
 def fetch(source: MemoryFetcher, requests: list[ReadRequest], *, threads: int = 3) -> list[Transfer]:
-    with source.fetch(requests, threads=threads) as arrivals:
+    with contextlib.closing(source.fetch(requests, threads=threads)) as arrivals:
         return list(arrivals)
 
 
@@ -209,6 +216,15 @@ def test_where_there_are_more_threads_than_requests_they_get_halves(monkeypatch:
     assert len(asked) > 4
 
 
+def test_gaps_beside_short_segments_are_not_in_their_checksums() -> None:
+    transfers = [Bytes(0, 50), Bytes(60, 50), Bytes(200, 1000), Bytes(1250, 50)]
+    (request,) = plan_requests([s for each in transfers for s in each.segments()], max_request=2**17, max_gap=100)
+    source = MemoryFetcher({"a": DATA})
+    assert sorted(each.base for each in source.receive(request)) == [0, 60, 200, 1250]
+    for each in transfers:
+        assert (each.verify(), bytes(view_bytes(each.data))) == ([], DATA[each.base :][: each.length])
+
+
 def test_what_does_not_match_is_fetched_once_more_and_not_from_the_disk(caplog: pytest.LogCaptureFixture) -> None:
     source = MemoryFetcher({"a": DATA}, damage=flip(150_000, times=1))
     transfers = [Bytes(0, 100_000), Bytes(100_000, 100_000)]
@@ -219,17 +235,20 @@ def test_what_does_not_match_is_fetched_once_more_and_not_from_the_disk(caplog: 
     assert f"checksum of 'at100000' in {URL} does not match; fetching it again" in caplog.text
 
 
-def test_an_error_of_the_caller_cancels_what_is_under_way() -> None:
-    source = MemoryFetcher({"a": DATA})
+def test_an_error_of_the_caller_cancels_what_is_under_way_and_waits_for_it() -> None:
+    source = MemoryFetcher({"a": DATA}, damage=lambda *_: time.sleep(0.1))
+    requests = requests_for(*(Bytes(start, 50_000) for start in range(0, 500_000, 50_000)), max_request=50_000)
 
     def take() -> None:
-        with source.fetch(requests_for(Bytes(0, SIZE)), threads=1) as arrivals:
+        with contextlib.closing(source.fetch(requests, threads=2)) as arrivals:
             next(arrivals)
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
         take()
     assert source._cancel.is_set()
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("dcp_s3-download")]
+    assert len(source.asked) < 5
 
 
 def test_an_error_keeps_nothing_alive() -> None:

@@ -80,7 +80,7 @@ _SITES: dict[str, tuple[int, str, BaseException, int]] = {
     "interrupt": (0, f"{_PLANNER}.commit_tensor", KeyboardInterrupt(), 1),
     "preparing": (1, f"{_PLANNER}.resolve_tensor", ValueError("no tensor"), 0),
     "threads": (1, "dcp_s3.load.exchange.Workers.submit", errors.DcpS3Error("no threads"), 0),
-    "disk": (2, "dcp_s3.spill.local.open_store", OSError("no disk"), 0),
+    "before": (2, "dcp_s3.load.reader.check_filled", OSError("no metadata"), 0),
 }
 """On which rank which function fails, how, and after how many calls."""
 

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 import dcp_s3
 from dcp_s3 import S3StorageWriter, errors, verify
-from dcp_s3.format.blocks import get_raw_offset
+from dcp_s3.format.blocks import get_facts
 from dcp_s3.format.layout import METADATA_CRC_KEY
 from dcp_s3.memory import ReadTarget, crc64nvme, crc_hex
 from dcp_s3.s3.store import S3Store
@@ -104,8 +104,8 @@ def test_memory_is_a_block_for_each_connection(saved: Saved, monkeypatch: pytest
 @pytest.mark.parametrize("fqn", ["weight", "half", "step"])
 def test_a_flipped_bit_in_an_item_names_its_entry(saved: Saved, fqn: str) -> None:
     info = saved.info(fqn)
-    start, length = info.offset + (get_raw_offset(info) or 0), info.length
-    if get_raw_offset(info) is not None:
+    start, length = info.offset + (get_facts(info)[0] or 0), info.length
+    if get_facts(info)[0] is not None:
         length = small_state()[fqn].nbytes
     for position in (start, start + length // 2, start + length - 1):
         saved.flip(info.relative_path, position)
@@ -152,7 +152,7 @@ def test_an_object_of_another_size(saved: Saved) -> None:
 @pytest.mark.parametrize("fqn", ["twin", None])
 def test_damage_in_flight_is_no_damage(saved: Saved, monkeypatch: pytest.MonkeyPatch, fqn: str | None) -> None:
     info = saved.info("twin")
-    start = info.offset + (get_raw_offset(info) or 0) if fqn else info.offset + info.length - 20
+    start = info.offset + (get_facts(info)[0] or 0) if fqn else info.offset + info.length - 20
     seen = flip_in_flight(monkeypatch, saved.get(info.relative_path)[start : start + 12], times=1)
     size = sum(saved.sizes.values())
     report = saved.verify()

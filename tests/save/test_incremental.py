@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 
 from dcp_s3 import CheckpointManager, S3StorageWriter, errors
 from dcp_s3.format.archive import compute_frame
-from dcp_s3.format.blocks import Blocks, block_size, get_crc, make_storage_info, moved_info, pack_crcs
+from dcp_s3.format.blocks import Blocks, block_size, get_facts, make_storage_info, moved_info, pack_crcs
 from dcp_s3.format.control_files import ObjectEntry
 from dcp_s3.format.layout import data_object
 from dcp_s3.memory import combine_crc64nvme, crc64nvme, crc_hex
@@ -66,7 +66,7 @@ class Model:
             each.index
             for each in self.items
             if (old := self.saved.get(each.index))
-            and get_crc(old.info) == self.crc(each.index.fqn, self.versions[each.index.fqn])
+            and get_facts(old.info)[1] == self.crc(each.index.fqn, self.versions[each.index.fqn])
         }
         self.buckets = plan_changes(self.items, unchanged, self.saved, **self.groups)
         planned = [each.index.fqn for bucket in self.buckets for each in bucket.items]
@@ -93,7 +93,7 @@ class Model:
             for place, (each, info) in enumerate(zip(bucket.items, infos, strict=True)):
                 fqn = each.index.fqn
                 assert content[place][:2] == (fqn, self.versions[fqn]), "the bytes are those of the state"
-                assert (info.offset, info.length, get_crc(info)) == (
+                assert (info.offset, info.length, get_facts(info)[1]) == (
                     offset, content[place][2], self.crc(fqn, self.versions[fqn])
                 )  # fmt: skip
                 offset += info.length

@@ -26,7 +26,7 @@ from dcp_s3.spill import drain as drain_module
 from dcp_s3.spill import saving as saving_module
 from dcp_s3.spill.drain import Drainer, DrainReport
 from dcp_s3.spill.journal import Journal
-from dcp_s3.spill.store import SpilledSave, SpillStore
+from dcp_s3.spill.store import RefusedSave, SpilledSave, SpillStore
 from tests.faulty import BUCKET
 from tests.memory_s3 import Fault
 from tests.objects import separate_objects
@@ -250,8 +250,8 @@ class ScannedBefore(SpillStore):
 
     then: Callable[[], None] = staticmethod(lambda: None)
 
-    def scan(self) -> list[SpilledSave]:
-        found = super().scan()
+    def read(self) -> tuple[list[SpilledSave], list[RefusedSave]]:
+        found = super().read()
         self.then()
         return found
 
