@@ -198,7 +198,18 @@ class Settings(BaseSettings):
                 )
             check_incremental(self.incremental, self)
         except ValidationError as error:
-            raise SettingsError(_explain(error, values)) from None
+            lines = []
+            for detail in error.errors():
+                name = str(detail["loc"][0]) if detail["loc"] else "settings"
+                name = name.removeprefix(ENV_PREFIX.lower())
+                source = f"setting {name!r}" if name in values else f"{ENV_PREFIX}{name.upper()}"
+                if detail["type"] == "extra_forbidden":
+                    lines.append(f"{source} is not a setting. Remedy: {_suggest(name, Settings.model_fields)}")
+                    continue
+                found = values.get(name, os.environ.get(ENV_PREFIX + name.upper(), detail["input"]))
+                why = detail["msg"].removeprefix("Value error, ")
+                lines.append(f"{source} = {_shown(found, why)} is not allowed: {why}")
+            raise SettingsError("; ".join(lines)) from None
         if os.environ.get("LOCAL_RANK", "0") == "0":  # the first rank of each host says so
             for variable, remedy in unknown_variables().items():
                 if variable not in _warned:
@@ -252,21 +263,6 @@ def require_endpoint(source: str, url: str) -> None:
 
 def _shown(value: object, why: str) -> str:
     return "<hidden>" if "credentials" in why else repr(value)
-
-
-def _explain(error: ValidationError, given: Mapping[str, Any]) -> str:
-    lines = []
-    for detail in error.errors():
-        name = str(detail["loc"][0]) if detail["loc"] else "settings"
-        name = name.removeprefix(ENV_PREFIX.lower())
-        source = f"setting {name!r}" if name in given else f"{ENV_PREFIX}{name.upper()}"
-        if detail["type"] == "extra_forbidden":
-            lines.append(f"{source} is not a setting. Remedy: {_suggest(name, Settings.model_fields)}")
-            continue
-        found = given.get(name, os.environ.get(ENV_PREFIX + name.upper(), detail["input"]))
-        value = _shown(found, detail["msg"])
-        lines.append(f"{source} = {value} is not allowed: {detail['msg'].removeprefix('Value error, ')}")
-    return "; ".join(lines)
 
 
 @contextlib.contextmanager

@@ -7,11 +7,12 @@ A checkpoint exists when its ``.metadata`` does. Everything else is written unde
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from dcp_s3 import errors
@@ -19,7 +20,6 @@ from dcp_s3.checkpoint.commit_state import (
     Beginning,
     Previous,
     SaveIdentity,
-    check_absent,
     exists_error,
     find_loss,
     find_previous,
@@ -27,7 +27,7 @@ from dcp_s3.checkpoint.commit_state import (
     is_committed,
 )
 from dcp_s3.format.control_files import Manifest, ObjectEntry
-from dcp_s3.format.layout import METADATA, METADATA_CRC_KEY, SAVE_ID_KEY
+from dcp_s3.format.layout import METADATA, METADATA_CRC_KEY, SAVE_ID_KEY, metadata_object
 from dcp_s3.memory import crc64nvme, crc_hex
 from dcp_s3.process import __version__
 from dcp_s3.store import DeleteTarget, Expect, Store, StoredObject
@@ -73,7 +73,7 @@ def make_commit(
     coordination: Mapping[str, Any] | None = None,
 ) -> Commit:
     """The commit of a save whose ranks have all written. Metrics and ``extra`` are part of its manifest."""
-    from dcp_s3.format.metadata import dump_metadata
+    from dcp_s3.format.metadata import VERSIONS, dump_metadata
 
     manifest = Manifest(
         save_id=identity.save_id,
@@ -85,7 +85,7 @@ def make_commit(
         rank=identity.rank,
         metrics=dict(metrics),
         extra=dict(extra or {}),
-        writer=versions(),
+        writer=VERSIONS,
         started_at=started_at,
         coordination=dict(coordination or {}),
     )
@@ -245,26 +245,30 @@ def delete_quietly(store: Store, keys: set[str] | frozenset[str], whose: str) ->
         logger.warning("%d objects %s are left for pruning: %s", len(keys), whose, error)
 
 
-def versions() -> dict[str, str]:
-    """The libraries that write a checkpoint, for its manifest."""
-    import torch
-
-    return {"dcp_s3": __version__, "torch": str(torch.__version__)}
-
-
+@dataclass
 class Committer:
     """Makes what one save has written a checkpoint. The store of each call has the save's limit."""
 
-    def __init__(self, identity: SaveIdentity, beginning: Beginning, *, overwrite: bool) -> None:
-        self._identity, self._beginning, self._overwrite = identity, beginning, overwrite
-        self._previous = Previous()
+    identity: SaveIdentity
+    beginning: Beginning
+    overwrite: bool
+    previous: Previous = field(default_factory=Previous)
+    """What is overwritten, as it was found before any data was written."""
 
     def check_url(self, store: Store) -> None:
         """Look at what is at the URL, before any data is written. Raises CheckpointExistsError, StorageError."""
-        if self._overwrite:
-            self._previous = find_previous(store, self._identity)
-        else:
-            check_absent(store, self._identity)
+        if self.overwrite:
+            self.previous = find_previous(store, self.identity)
+            return
+        # One with collectives hides those of ranks: both kinds count. Both at once: a save begins with this wait.
+        url, rank = self.identity.url, self.identity.rank
+        keys = [url.key(metadata_object(each)) for each in (None, rank or 0)]
+        if any(store.map(lambda store, key: store.exists(key), keys)):
+            raise exists_error(url)
+
+    def look_again(self, store: Store) -> Previous:
+        """What to overwrite instead, now that something else is there. Raises CheckpointExistsError: nothing."""
+        raise exists_error(self.identity.url)
 
     def commit(self, store: Store, commit: Commit, *, spilled: bool) -> bool:
         """Commit, and return True; False if another process does, so that it is not known when. Errors: see `publish`.
@@ -275,12 +279,9 @@ class Committer:
                 "rank, but this rank, which would commit them once they are on S3, has no spill directory. "
                 "Remedy: set DCP_S3_SPILL_DIR on every rank"
             )
-        self._publish(store, commit)
-        return True
-
-    def _publish(self, store: Store, commit: Commit, look_again: Callable[[], Previous] | None = None) -> None:
         try:
-            publish(store, commit, self._previous, look_again=look_again, is_late=self._beginning.is_late)
+            look_again = functools.partial(self.look_again, store)
+            publish(store, commit, self.previous, look_again=look_again, is_late=self.beginning.is_late)
         except errors.DeadlineExceededError as error:
             deadline = store.limit.deadline
             if deadline is None or error.setting != deadline.setting:
@@ -289,6 +290,7 @@ class Committer:
             if error.key == commit.identity.metadata_key and error.attempts:
                 progress += "; S3 may still carry out the commit request that it did not answer"
             raise deadline.error(f"the save to {commit.identity.url}", progress) from error
+        return True
 
 
 # --- reading back --------------------------------------------------------------------------------------
@@ -301,7 +303,13 @@ _known: set[bytes] = set()  # names in pickles that could be read back
 def check_readable(data: bytes, url: CheckpointURL, *, of_rank: bool = False) -> None:
     """Load ``.metadata``, and an item of each dtype in it and one that is no tensor, as a reader would, unless earlier
     commits of this process had the same names in them."""
-    names = find_names(data)
+    names: set[bytes] = set()  # of classes and constants that a pickle of protocol 4 or later looks up
+    end = data.find(b"\x94\x93")  # MEMOIZE, STACK_GLOBAL
+    while end >= 0:
+        name = data[max(0, end - 256) : end].rpartition(b"\x8c")[2]  # its length, and itself
+        if name and name[0] == len(name) - 1:
+            names.add(name[1:])
+        end = data.find(b"\x94\x93", end + 2)
     if names <= _known:
         return
     import torch
@@ -321,18 +329,6 @@ def check_readable(data: bytes, url: CheckpointURL, *, of_rank: bool = False) ->
             url=str(url),
         ) from error
     _known.update(names)
-
-
-def find_names(data: bytes) -> set[bytes]:
-    """Names of the classes and constants that a pickle of protocol 4 or later looks up."""
-    names: set[bytes] = set()
-    end = data.find(b"\x94\x93")  # MEMOIZE, STACK_GLOBAL
-    while end >= 0:
-        name = data[max(0, end - 256) : end].rpartition(b"\x8c")[2]  # its length, and itself
-        if name and name[0] == len(name) - 1:
-            names.add(name[1:])
-        end = data.find(b"\x94\x93", end + 2)
-    return names
 
 
 def _check_items(dtypes: Iterable[torch.dtype], url: str) -> None:

@@ -70,14 +70,6 @@ class Previous:
     """ETag of the old ``.metadata``; None if there was none."""
 
 
-def check_absent(store: Store, identity: SaveIdentity) -> None:
-    """Refuse to save over a committed checkpoint. One with collectives hides those of ranks: both kinds count."""
-    rank = 0 if identity.rank is None else identity.rank
-    keys = [identity.url.key(metadata_object(each)) for each in (None, rank)]
-    if any(store.map(lambda store, key: store.exists(key), keys)):  # both at once: a save begins with this wait
-        raise exists_error(identity.url)
-
-
 def exists_error(url: CheckpointURL) -> errors.CheckpointExistsError:
     """The error for a URL that holds a checkpoint. Begins like FileSystemWriter's in torch, which callers match."""
     return errors.CheckpointExistsError(

@@ -13,12 +13,12 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorS
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
-from dcp_s3.checkpoint.attachments import Attachment, check_distinct
+from dcp_s3.checkpoint.attachments import Attachment
 from dcp_s3.checkpoint.commit import Committer, make_commit
 from dcp_s3.checkpoint.commit_state import Beginning, CommitState, SaveIdentity, find_state
 from dcp_s3.errors import CheckpointError, SaveProtocolError
 from dcp_s3.events import Committed, Listener, Written, emit
-from dcp_s3.format.control_files import ObjectEntry
+from dcp_s3.format.control_files import ObjectEntry, check_distinct
 from dcp_s3.format.layout import DCP_VERSION, new_nonce, step_of
 from dcp_s3.limit import Deadline, Limit
 from dcp_s3.process import collector_paused, world_size
@@ -90,12 +90,12 @@ class Save:
         disk = open_store(self.settings) if self.spills and self.settings.spill_dir is not None else None
         self._base_store: Store = self._s3
         if disk is None:
-            self._committer = Committer(self._identity, self._beginning, overwrite=self.overwrite)
+            self._committer = Committer(self._identity, self._beginning, self.overwrite)
         else:
             identity, listener = self._identity, self.on_event
             self._base_store = SpillingStore(self._s3, disk, str(self.url), self.save_id, self.rank, listener)
             self._committer = SpillingCommitter(self._base_store, identity, self._beginning, overwrite=self.overwrite)
-        self.step = step_of(self.url.name)
+        self.step = step_of(self.url.prefix)
         self._throttled_before = self._s3.counters().throttled
         self.throttled = 0
         """Requests of this process to the bucket that S3 throttled from the beginning until this rank had written."""
