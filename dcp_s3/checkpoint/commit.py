@@ -27,7 +27,7 @@ from dcp_s3.checkpoint.commit_state import (
     is_committed,
 )
 from dcp_s3.format.control_files import Manifest, ObjectEntry
-from dcp_s3.format.layout import METADATA, METADATA_CRC_KEY, SAVE_ID_KEY, metadata_object
+from dcp_s3.format.layout import METADATA, METADATA_CRC_KEY, SAVE_ID_KEY, manifest_object, metadata_object
 from dcp_s3.memory import crc64nvme, crc_hex
 from dcp_s3.process import __version__
 from dcp_s3.store import DeleteTarget, Expect, Store, StoredObject
@@ -56,8 +56,8 @@ class Commit:
     @property
     def keys(self) -> set[str]:
         """Keys of all objects except ``.metadata``."""
-        url = self.identity.url
-        return {self.identity.manifest_key, *(url.key(entry.path) for entry in self.objects)}
+        url, manifest = self.identity.url, manifest_object(self.identity.save_id, self.identity.rank)
+        return {url.key(manifest), *(url.key(entry.path) for entry in self.objects)}
 
 
 def make_commit(
@@ -119,14 +119,15 @@ def publish(
         StorageError: nothing was committed, as far as the answers of S3 tell.
     """
     identity, replaced = commit.identity, None
+    key = identity.url.key(metadata_object(identity.rank))
 
     def give_up(store: Store, whose: str = "of a save that was given up") -> None:
         if not keep_objects:
             delete_quietly(store, commit.keys, whose)
 
     try:
-        crc = crc_hex(crc64nvme(commit.manifest))
-        store.put(identity.manifest_key, commit.manifest, metadata={METADATA_CRC_KEY: crc})
+        manifest = identity.url.key(manifest_object(identity.save_id, identity.rank))
+        store.put(manifest, commit.manifest, metadata={METADATA_CRC_KEY: crc_hex(crc64nvme(commit.manifest))})
     except errors.DeadlineExceededError:
         give_up(store.within(store.limit.for_cleanup()))
         raise
@@ -136,13 +137,13 @@ def publish(
             raise _lost_error(commit, loss)
         if previous.etag is not None:  # the commit may have to be taken back
             with contextlib.suppress(errors.ObjectNotFoundError):
-                found = store.get(identity.metadata_key)
+                found = store.get(key)
                 replaced = found if found.etag == previous.etag else None
 
     # The commit itself.
     try:
         store.put(
-            identity.metadata_key,
+            key,
             commit.metadata,
             expect=Expect(previous.etag or ""),
             metadata={SAVE_ID_KEY: identity.save_id, METADATA_CRC_KEY: crc_hex(crc64nvme(commit.metadata))},
@@ -174,18 +175,17 @@ def publish(
     if is_late():
         after = store.within(store.limit.for_cleanup())
         if loss := find_loss(after, identity.url, commit.objects):
-            _withdraw(after, commit, replaced)
+            _withdraw(after, key, commit, replaced)
             give_up(after)
             raise _lost_error(commit, loss)
     if previous.keys and (old := previous.keys - commit.keys):
-        _delete_replaced(store, identity, previous, old)
+        _delete_replaced(store, key, identity, previous.etag, old)
     size = sum(entry.size for entry in commit.objects)
     logger.debug("committed %s: %d objects, %d bytes", identity.url, len(commit.objects), size)
 
 
-def _withdraw(store: Store, commit: Commit, replaced: StoredObject | None) -> None:
-    """Take back a commit whose objects are gone, or about to be deleted."""
-    key = commit.identity.metadata_key
+def _withdraw(store: Store, key: str, commit: Commit, replaced: StoredObject | None) -> None:
+    """Take back a commit whose objects are gone, or about to be deleted. ``key`` is that of its ``.metadata``."""
     try:
         found = store.get(key)
         if found.data != commit.metadata:
@@ -198,10 +198,12 @@ def _withdraw(store: Store, commit: Commit, replaced: StoredObject | None) -> No
         pass  # somebody else deleted or replaced it
 
 
-def _delete_replaced(store: Store, identity: SaveIdentity, previous: Previous, keys: frozenset[str]) -> None:
-    """Delete what only the old checkpoint needs, once the new one is seen in its place."""
+def _delete_replaced(
+    store: Store, key: str, identity: SaveIdentity, old_etag: str | None, keys: frozenset[str]
+) -> None:
+    """Delete what only the old checkpoint needs, once the new one is seen in its place, at ``key``."""
     try:
-        found = store.head(identity.metadata_key)
+        found = store.head(key)
         etag, committed = found.etag or None, find_save_id(store, identity, found) == identity.save_id
     except errors.ObjectNotFoundError:
         etag, committed = None, False
@@ -210,12 +212,12 @@ def _delete_replaced(store: Store, identity: SaveIdentity, previous: Previous, k
         return
     if committed:
         delete_quietly(store, keys, "of the checkpoint that was overwritten")
-    elif etag in (None, previous.etag):
+    elif etag in (None, old_etag):
         raise errors.TransferError(
             f"{identity.url} was not committed: its {METADATA} is not there, although its PutObject was answered with "
             "success; what was there before is untouched. Remedy: check what is between this host and the endpoint (a "
             "proxy?), and save again",
-            bucket=store.name, key=identity.metadata_key, operation="PutObject",
+            bucket=store.name, key=key, operation="PutObject",
         )  # fmt: skip
 
 
@@ -287,7 +289,7 @@ class Committer:
             if deadline is None or error.setting != deadline.setting:
                 raise
             progress = "every rank had written its data, but it was not committed"
-            if error.key == commit.identity.metadata_key and error.attempts:
+            if error.key == self.identity.url.key(metadata_object(self.identity.rank)) and error.attempts:
                 progress += "; S3 may still carry out the commit request that it did not answer"
             raise deadline.error(f"the save to {commit.identity.url}", progress) from error
         return True
