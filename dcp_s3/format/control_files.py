@@ -6,14 +6,14 @@ import functools
 import json
 import math
 import reprlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import AfterValidator, PlainValidator, TypeAdapter
 
 from dcp_s3.errors import SaveProtocolError, SettingsError
-from dcp_s3.format.layout import What, classify, is_attachment_name, is_inside
+from dcp_s3.format.layout import classify, is_attachment_name, is_inside
 
 _T = TypeVar("_T", bound="_ControlFile")
 
@@ -45,15 +45,13 @@ class _ControlFile:
             fields: dict[str, Any] = json.loads(data)
             if fields["format_version"] != 1:
                 raise ValueError(f"format version {fields['format_version']}, this dcp_s3 reads 1")
-            found: _T = _adapter(cls).validate_python(fields)  # type: ignore[arg-type]  # a class is hashable
+            found: _T = _adapter(cls).validate_python(fields)
             return found
         except (KeyError, TypeError, AttributeError, RecursionError, ValueError, OverflowError) as error:
             raise ValueError(f"not {cls.what}: {error!r}") from error
 
 
-@functools.cache
-def _adapter(kind: Any) -> TypeAdapter[Any]:
-    return TypeAdapter(kind)
+_adapter: Callable[[Any], TypeAdapter[Any]] = functools.cache(TypeAdapter)
 
 
 # JSON has no numbers for these, and a loss may well be NaN.
@@ -146,11 +144,6 @@ class Manifest(_ControlFile):
     def attachments(self) -> dict[str, AttachmentEntry]:
         """Attachments by name."""
         return attachments_of(self.objects)
-
-    @property
-    def files(self) -> dict[str, ObjectEntry]:
-        """Files with names of their own, which no metadata names, by relative path."""
-        return {each.path: each for each in self.objects if classify(each.path).what is What.OTHER}
 
 
 def attachments_of(objects: Iterable[ObjectEntry]) -> dict[str, AttachmentEntry]:
