@@ -60,34 +60,18 @@ class Commit:
         return {url.key(manifest), *(url.key(entry.path) for entry in self.objects)}
 
 
-def make_commit(
-    identity: SaveIdentity,
-    metadata: Metadata,
-    objects: Sequence[ObjectEntry],
-    *,
-    step: int | None,
-    world_size: int,
-    metrics: Mapping[str, Any],
-    extra: Mapping[str, Any] | None = None,
-    started_at: float | None = None,
-    coordination: Mapping[str, Any] | None = None,
-) -> Commit:
-    """The commit of a save whose ranks have all written. Metrics and ``extra`` are part of its manifest."""
+def make_commit(identity: SaveIdentity, metadata: Metadata, objects: Sequence[ObjectEntry], **facts: Any) -> Commit:
+    """The commit of a save whose ranks have all written. ``facts``: what else its `Manifest` says of it."""
     from dcp_s3.format.metadata import VERSIONS, dump_metadata
 
     manifest = Manifest(
         save_id=identity.save_id,
         created_at=time.time(),
-        step=step,
-        world_size=world_size,
         objects=tuple(objects),
         items=len(metadata.storage_data or {}),
         rank=identity.rank,
-        metrics=dict(metrics),
-        extra=dict(extra or {}),
         writer=VERSIONS,
-        started_at=started_at,
-        coordination=dict(coordination or {}),
+        **facts,
     )
     data = dump_metadata(metadata)
     check_readable(data, identity.url, of_rank=identity.rank is not None)
@@ -178,8 +162,8 @@ def publish(
             _withdraw(after, key, commit, replaced)
             give_up(after)
             raise _lost_error(commit, loss)
-    if previous.keys and (old := previous.keys - commit.keys):
-        _delete_replaced(store, key, identity, previous.etag, old)
+    if previous.keys:
+        _delete_replaced(store, key, commit, previous)
     size = sum(entry.size for entry in commit.objects)
     logger.debug("committed %s: %d objects, %d bytes", identity.url, len(commit.objects), size)
 
@@ -198,10 +182,11 @@ def _withdraw(store: Store, key: str, commit: Commit, replaced: StoredObject | N
         pass  # somebody else deleted or replaced it
 
 
-def _delete_replaced(
-    store: Store, key: str, identity: SaveIdentity, old_etag: str | None, keys: frozenset[str]
-) -> None:
+def _delete_replaced(store: Store, key: str, commit: Commit, previous: Previous) -> None:
     """Delete what only the old checkpoint needs, once the new one is seen in its place, at ``key``."""
+    identity, keys = commit.identity, previous.keys - commit.keys
+    if not keys:
+        return
     try:
         found = store.head(key)
         etag, committed = found.etag or None, find_save_id(store, identity, found) == identity.save_id
@@ -212,7 +197,7 @@ def _delete_replaced(
         return
     if committed:
         delete_quietly(store, keys, "of the checkpoint that was overwritten")
-    elif etag in (None, old_etag):
+    elif etag in (None, previous.etag):
         raise errors.TransferError(
             f"{identity.url} was not committed: its {METADATA} is not there, although its PutObject was answered with "
             "success; what was there before is untouched. Remedy: check what is between this host and the endpoint (a "

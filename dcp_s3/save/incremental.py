@@ -237,9 +237,7 @@ def _make_bucket(runs: Sequence[_Run]) -> WriteBucket:
             continue
         for _, saved in run.items:
             frame = compute_frame(saved.dtype, saved.shape)
-            raw = (get_crc(saved.info) or 0, frame.nbytes)
-            crcs += [
-                (crc64nvme(frame.header), len(frame.header)), raw, (crc64nvme(frame.trailer), len(frame.trailer))
-            ]  # fmt: skip
+            before, after = ((crc64nvme(each), len(each)) for each in (frame.header, frame.trailer))
+            crcs += [before, (get_crc(saved.info) or 0, frame.nbytes), after]
     copied = CopiedItems(tuple(ranges), combine_crc64nvme(crcs), tuple(places))
     return WriteBucket(tuple(item for run in runs for item, _ in run.items), size, copied=copied)

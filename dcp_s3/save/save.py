@@ -174,13 +174,9 @@ class Save:
                 self._identity,
                 # A copy: with plan caching, the next save gets this very object while it is being pickled.
                 dataclasses.replace(metadata),
-                objects,
-                step=self.step,
-                world_size=len(results),
-                metrics=self.metrics,
-                extra=self.extra,
+                objects, step=self.step, world_size=len(results), metrics=self.metrics, extra=self.extra,
                 started_at=self._beginning.at,
-            )
+            )  # fmt: skip
         if self._committer.commit(self._store(), commit, spilled=bool(spilled)):
             self._tell_committed(objects, ranks=len(results), spilled=spilled, copied=copied, throttled=throttled)
 
