@@ -115,7 +115,7 @@ class Save:
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Check that all plans are of this save, and their shards of the same tensors; with ``split_replicated``, cut
         what several ranks hold. Nothing else needs coordination: names are unique."""
-        check_shards(plans, filled=world_size() == 1)
+        check_shards(plans, filled=self.world_size == 1)
         for plan in plans:
             origin = plan.storage_data
             if isinstance(origin, _PlanOrigin) and origin.url is not None:
