@@ -48,7 +48,7 @@ class Deadline:
 
     @property
     def passed(self) -> bool:
-        return time.monotonic() >= self.at
+        return self.left <= 0
 
     def error(self, what: str, progress: str = "") -> DeadlineExceededError:
         """The error to raise when it has passed. ``what`` was not done in time, and came as far as ``progress``."""

@@ -196,9 +196,24 @@ class Settings(BaseSettings):
                 raise SettingsError(
                     "DCP_S3_DURABILITY = 'local' needs a local directory. Remedy: set DCP_S3_SPILL_DIR to one"
                 )
-            check_incremental(self.incremental, self)
+            if self.incremental and self.checksum == "none":  # by which such a save knows what has changed
+                raise SettingsError(
+                    "incremental saves need checksums, and DCP_S3_CHECKSUM = 'none' turns them off. Remedy: "
+                    "DCP_S3_CHECKSUM=auto, or neither incremental=True nor DCP_S3_INCREMENTAL"
+                )
         except ValidationError as error:
-            raise SettingsError(_explain(error, values)) from None
+            lines = []
+            for detail in error.errors():
+                name = str(detail["loc"][0]) if detail["loc"] else "settings"
+                name = name.removeprefix(ENV_PREFIX.lower())
+                source = f"setting {name!r}" if name in values else f"{ENV_PREFIX}{name.upper()}"
+                if detail["type"] == "extra_forbidden":
+                    lines.append(f"{source} is not a setting. Remedy: {_suggest(name, Settings.model_fields)}")
+                    continue
+                found = values.get(name, os.environ.get(ENV_PREFIX + name.upper(), detail["input"]))
+                why = detail["msg"].removeprefix("Value error, ")
+                lines.append(f"{source} = {_shown(found, why)} is not allowed: {why}")
+            raise SettingsError("; ".join(lines)) from None
         if os.environ.get("LOCAL_RANK", "0") == "0":  # the first rank of each host says so
             for variable, remedy in unknown_variables().items():
                 if variable not in _warned:
@@ -222,15 +237,6 @@ class Settings(BaseSettings):
         return _LARGE_PART if self.part_size == "auto" else self.part_size
 
 
-def check_incremental(incremental: bool, settings: Settings) -> None:
-    """Refuse (SettingsError) incremental saves without checksums, by which they know what has changed."""
-    if incremental and settings.checksum == "none":
-        raise SettingsError(
-            "incremental saves need checksums, and DCP_S3_CHECKSUM = 'none' turns them off. Remedy: "
-            "DCP_S3_CHECKSUM=auto, or neither incremental=True nor DCP_S3_INCREMENTAL"
-        )
-
-
 def aws_variable(*names: str) -> tuple[str, str] | None:
     """The first of these environment variables that is set: its name and value."""
     return next(((name, value) for name in names if (value := os.environ.get(name))), None)
@@ -252,21 +258,6 @@ def require_endpoint(source: str, url: str) -> None:
 
 def _shown(value: object, why: str) -> str:
     return "<hidden>" if "credentials" in why else repr(value)
-
-
-def _explain(error: ValidationError, given: Mapping[str, Any]) -> str:
-    lines = []
-    for detail in error.errors():
-        name = str(detail["loc"][0]) if detail["loc"] else "settings"
-        name = name.removeprefix(ENV_PREFIX.lower())
-        source = f"setting {name!r}" if name in given else f"{ENV_PREFIX}{name.upper()}"
-        if detail["type"] == "extra_forbidden":
-            lines.append(f"{source} is not a setting. Remedy: {_suggest(name, Settings.model_fields)}")
-            continue
-        found = given.get(name, os.environ.get(ENV_PREFIX + name.upper(), detail["input"]))
-        value = _shown(found, detail["msg"])
-        lines.append(f"{source} = {value} is not allowed: {detail['msg'].removeprefix('Value error, ')}")
-    return "; ".join(lines)
 
 
 @contextlib.contextmanager
@@ -313,12 +304,17 @@ def stored_settings(values: Mapping[str, Any]) -> Settings:
     return Settings(**known)
 
 
-def resolve_settings(settings: SettingsLike) -> Settings:
-    """The `Settings` for what a constructor was given. Raises SettingsError if a value is not allowed, there is no such
-    setting, or ``endpoint_url`` is unset and `AWS_ENDPOINT_URL_S3`, used instead, is not a URL."""
+def resolve_settings(settings: SettingsLike, **arguments: bool | None) -> Settings:
+    """The `Settings` for what a constructor was given; its ``arguments`` that are not None come first. Raises
+    SettingsError if a value is not allowed, there is no such setting, or ``endpoint_url`` is unset and
+    `AWS_ENDPOINT_URL_S3`, used instead, is not a URL."""
     if settings is not None and not isinstance(settings, (Settings, Mapping)):
         raise SettingsError(f"settings must be a Settings object, a mapping or None, not {type(settings).__name__}")
-    resolved = settings if isinstance(settings, Settings) else Settings(**dict(settings or {}))
+    given = {name: value for name, value in arguments.items() if value is not None}
+    if isinstance(settings, Settings):
+        resolved = Settings(**(settings.model_dump() | given)) if given else settings
+    else:
+        resolved = Settings(**{**(settings or {}), **given})
     # Checked before anything is saved or loaded. A profile's endpoint is checked when a client is made.
     if resolved.endpoint_url is None and (variable := aws_endpoint_variable()) is not None:
         require_endpoint(*variable)

@@ -123,6 +123,21 @@ def test_a_variable_that_is_no_setting_or_is_one_no_more_is_named_once(
     assert list(unknown_variables()) == [name]
 
 
+@pytest.mark.parametrize("value", [True, False])
+def test_what_a_writer_is_given_comes_before_its_settings(monkeypatch: pytest.MonkeyPatch, value: bool) -> None:
+    monkeypatch.setenv("DCP_S3_READER_LEASE", "90s")
+    given = {"incremental": not value, "split_replicated": not value, "staging_limit": "50%", "spill_dir": "/nvme"}
+    made = Settings(**given, durability="local", save_timeout="1h", max_bandwidth="1GiB", retention="latest:3")
+    wanted = made.model_copy(update={"incremental": value, "split_replicated": value})
+    monkeypatch.setenv("DCP_S3_READER_LEASE", "20s")  # later: what is made stays as it is
+    monkeypatch.setenv("DCP_S3_REGION", "elsewhere")
+    assert S3StorageWriter(settings=made, incremental=value, split_replicated=value).settings == wanted
+    assert S3StorageWriter(settings=made).settings is made
+    writer = S3StorageWriter(settings=given, incremental=value)
+    assert (writer.settings.incremental, writer.settings.split_replicated) == (value, not value)
+    assert (writer.settings.spill_dir, writer.settings.region) == ("/nvme", "elsewhere")
+
+
 def test_no_secret_gets_into_repr_or_pickle(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "hush-hush-secret")
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "AKIAHUSH")

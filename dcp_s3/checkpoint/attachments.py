@@ -7,14 +7,14 @@ checkpoint on a disk has it under its own name, too.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from dcp_s3 import errors
 from dcp_s3.checkpoint.commit_state import find_manifest, not_found_error
 from dcp_s3.checkpoint.directory import list_directory
-from dcp_s3.format.control_files import AttachmentEntry, Manifest, ObjectEntry
+from dcp_s3.format.control_files import AttachmentEntry, Manifest
 from dcp_s3.format.layout import METADATA, is_attachment_name
 from dcp_s3.memory import crc64nvme, crc_hex
 from dcp_s3.store import Store
@@ -31,10 +31,6 @@ class Attachment:
 
     name: str
     data: bytes
-
-    def entry(self, path: str) -> AttachmentEntry:
-        """Its entry in the manifest, if it lies at ``path``."""
-        return AttachmentEntry(path, len(self.data), crc_hex(crc64nvme(self.data)), self.name)
 
 
 def make_attachment(name: str, data: bytes | bytearray | memoryview) -> Attachment:
@@ -56,25 +52,6 @@ def make_attachment(name: str, data: bytes | bytearray | memoryview) -> Attachme
             "save large values as part of the state"
         )
     return Attachment(name, bytes(data))
-
-
-def check_distinct(objects: Iterable[ObjectEntry]) -> None:
-    """Refuse two attachments of one name, unless ranks attached the same bytes."""
-    seen: dict[str, AttachmentEntry] = {}
-    for entry in objects:
-        if isinstance(entry, AttachmentEntry):
-            first = seen.setdefault(entry.attachment, entry)
-            if (first.size, first.crc64nvme) != (entry.size, entry.crc64nvme):
-                raise errors.SaveProtocolError(
-                    f"ranks attached different files as {entry.attachment!r}, so nothing was committed. Remedy: attach "
-                    "it on one rank, or under a name with the rank in it"
-                )
-    for name in seen:
-        if above := next((other for other in seen if name.startswith(f"{other}/")), None):
-            raise errors.SaveProtocolError(
-                f"{above!r} and {name!r} cannot both be attached: in a directory the first would be a file and a "
-                "directory. Nothing was committed"
-            )
 
 
 def check_bytes(data: bytes, url: CheckpointURL, entry: AttachmentEntry) -> bytes:

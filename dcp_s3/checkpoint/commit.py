@@ -7,11 +7,12 @@ A checkpoint exists when its ``.metadata`` does. Everything else is written unde
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from dcp_s3 import errors
@@ -19,7 +20,6 @@ from dcp_s3.checkpoint.commit_state import (
     Beginning,
     Previous,
     SaveIdentity,
-    check_absent,
     exists_error,
     find_loss,
     find_previous,
@@ -27,7 +27,7 @@ from dcp_s3.checkpoint.commit_state import (
     is_committed,
 )
 from dcp_s3.format.control_files import Manifest, ObjectEntry
-from dcp_s3.format.layout import METADATA, METADATA_CRC_KEY, SAVE_ID_KEY
+from dcp_s3.format.layout import METADATA, METADATA_CRC_KEY, SAVE_ID_KEY, manifest_object, metadata_object
 from dcp_s3.memory import crc64nvme, crc_hex
 from dcp_s3.process import __version__
 from dcp_s3.store import DeleteTarget, Expect, Store, StoredObject
@@ -56,38 +56,22 @@ class Commit:
     @property
     def keys(self) -> set[str]:
         """Keys of all objects except ``.metadata``."""
-        url = self.identity.url
-        return {self.identity.manifest_key, *(url.key(entry.path) for entry in self.objects)}
+        url, manifest = self.identity.url, manifest_object(self.identity.save_id, self.identity.rank)
+        return {url.key(manifest), *(url.key(entry.path) for entry in self.objects)}
 
 
-def make_commit(
-    identity: SaveIdentity,
-    metadata: Metadata,
-    objects: Sequence[ObjectEntry],
-    *,
-    step: int | None,
-    world_size: int,
-    metrics: Mapping[str, Any],
-    extra: Mapping[str, Any] | None = None,
-    started_at: float | None = None,
-    coordination: Mapping[str, Any] | None = None,
-) -> Commit:
-    """The commit of a save whose ranks have all written. Metrics and ``extra`` are part of its manifest."""
-    from dcp_s3.format.metadata import dump_metadata
+def make_commit(identity: SaveIdentity, metadata: Metadata, objects: Sequence[ObjectEntry], **facts: Any) -> Commit:
+    """The commit of a save whose ranks have all written. ``facts``: what else its `Manifest` says of it."""
+    from dcp_s3.format.metadata import VERSIONS, dump_metadata
 
     manifest = Manifest(
         save_id=identity.save_id,
         created_at=time.time(),
-        step=step,
-        world_size=world_size,
         objects=tuple(objects),
         items=len(metadata.storage_data or {}),
         rank=identity.rank,
-        metrics=dict(metrics),
-        extra=dict(extra or {}),
-        writer=versions(),
-        started_at=started_at,
-        coordination=dict(coordination or {}),
+        writer=VERSIONS,
+        **facts,
     )
     data = dump_metadata(metadata)
     check_readable(data, identity.url, of_rank=identity.rank is not None)
@@ -119,14 +103,15 @@ def publish(
         StorageError: nothing was committed, as far as the answers of S3 tell.
     """
     identity, replaced = commit.identity, None
+    key = identity.url.key(metadata_object(identity.rank))
 
     def give_up(store: Store, whose: str = "of a save that was given up") -> None:
         if not keep_objects:
             delete_quietly(store, commit.keys, whose)
 
     try:
-        crc = crc_hex(crc64nvme(commit.manifest))
-        store.put(identity.manifest_key, commit.manifest, metadata={METADATA_CRC_KEY: crc})
+        manifest = identity.url.key(manifest_object(identity.save_id, identity.rank))
+        store.put(manifest, commit.manifest, metadata={METADATA_CRC_KEY: crc_hex(crc64nvme(commit.manifest))})
     except errors.DeadlineExceededError:
         give_up(store.within(store.limit.for_cleanup()))
         raise
@@ -136,13 +121,13 @@ def publish(
             raise _lost_error(commit, loss)
         if previous.etag is not None:  # the commit may have to be taken back
             with contextlib.suppress(errors.ObjectNotFoundError):
-                found = store.get(identity.metadata_key)
+                found = store.get(key)
                 replaced = found if found.etag == previous.etag else None
 
     # The commit itself.
     try:
         store.put(
-            identity.metadata_key,
+            key,
             commit.metadata,
             expect=Expect(previous.etag or ""),
             metadata={SAVE_ID_KEY: identity.save_id, METADATA_CRC_KEY: crc_hex(crc64nvme(commit.metadata))},
@@ -174,18 +159,17 @@ def publish(
     if is_late():
         after = store.within(store.limit.for_cleanup())
         if loss := find_loss(after, identity.url, commit.objects):
-            _withdraw(after, commit, replaced)
+            _withdraw(after, key, commit, replaced)
             give_up(after)
             raise _lost_error(commit, loss)
-    if previous.keys and (old := previous.keys - commit.keys):
-        _delete_replaced(store, identity, previous, old)
+    if previous.keys:
+        _delete_replaced(store, key, commit, previous)
     size = sum(entry.size for entry in commit.objects)
     logger.debug("committed %s: %d objects, %d bytes", identity.url, len(commit.objects), size)
 
 
-def _withdraw(store: Store, commit: Commit, replaced: StoredObject | None) -> None:
-    """Take back a commit whose objects are gone, or about to be deleted."""
-    key = commit.identity.metadata_key
+def _withdraw(store: Store, key: str, commit: Commit, replaced: StoredObject | None) -> None:
+    """Take back a commit whose objects are gone, or about to be deleted. ``key`` is that of its ``.metadata``."""
     try:
         found = store.get(key)
         if found.data != commit.metadata:
@@ -198,10 +182,13 @@ def _withdraw(store: Store, commit: Commit, replaced: StoredObject | None) -> No
         pass  # somebody else deleted or replaced it
 
 
-def _delete_replaced(store: Store, identity: SaveIdentity, previous: Previous, keys: frozenset[str]) -> None:
-    """Delete what only the old checkpoint needs, once the new one is seen in its place."""
+def _delete_replaced(store: Store, key: str, commit: Commit, previous: Previous) -> None:
+    """Delete what only the old checkpoint needs, once the new one is seen in its place, at ``key``."""
+    identity, keys = commit.identity, previous.keys - commit.keys
+    if not keys:
+        return
     try:
-        found = store.head(identity.metadata_key)
+        found = store.head(key)
         etag, committed = found.etag or None, find_save_id(store, identity, found) == identity.save_id
     except errors.ObjectNotFoundError:
         etag, committed = None, False
@@ -215,7 +202,7 @@ def _delete_replaced(store: Store, identity: SaveIdentity, previous: Previous, k
             f"{identity.url} was not committed: its {METADATA} is not there, although its PutObject was answered with "
             "success; what was there before is untouched. Remedy: check what is between this host and the endpoint (a "
             "proxy?), and save again",
-            bucket=store.name, key=identity.metadata_key, operation="PutObject",
+            bucket=store.name, key=key, operation="PutObject",
         )  # fmt: skip
 
 
@@ -245,26 +232,30 @@ def delete_quietly(store: Store, keys: set[str] | frozenset[str], whose: str) ->
         logger.warning("%d objects %s are left for pruning: %s", len(keys), whose, error)
 
 
-def versions() -> dict[str, str]:
-    """The libraries that write a checkpoint, for its manifest."""
-    import torch
-
-    return {"dcp_s3": __version__, "torch": str(torch.__version__)}
-
-
+@dataclass
 class Committer:
     """Makes what one save has written a checkpoint. The store of each call has the save's limit."""
 
-    def __init__(self, identity: SaveIdentity, beginning: Beginning, *, overwrite: bool) -> None:
-        self._identity, self._beginning, self._overwrite = identity, beginning, overwrite
-        self._previous = Previous()
+    identity: SaveIdentity
+    beginning: Beginning
+    overwrite: bool
+    previous: Previous = field(default_factory=Previous)
+    """What is overwritten, as it was found before any data was written."""
 
     def check_url(self, store: Store) -> None:
         """Look at what is at the URL, before any data is written. Raises CheckpointExistsError, StorageError."""
-        if self._overwrite:
-            self._previous = find_previous(store, self._identity)
-        else:
-            check_absent(store, self._identity)
+        if self.overwrite:
+            self.previous = find_previous(store, self.identity)
+            return
+        # One with collectives hides those of ranks: both kinds count. Both at once: a save begins with this wait.
+        url, rank = self.identity.url, self.identity.rank
+        keys = [url.key(metadata_object(each)) for each in (None, rank or 0)]
+        if any(store.map(lambda store, key: store.exists(key), keys)):
+            raise exists_error(url)
+
+    def look_again(self, store: Store) -> Previous:
+        """What to overwrite instead, now that something else is there. Raises CheckpointExistsError: nothing."""
+        raise exists_error(self.identity.url)
 
     def commit(self, store: Store, commit: Commit, *, spilled: bool) -> bool:
         """Commit, and return True; False if another process does, so that it is not known when. Errors: see `publish`.
@@ -275,20 +266,18 @@ class Committer:
                 "rank, but this rank, which would commit them once they are on S3, has no spill directory. "
                 "Remedy: set DCP_S3_SPILL_DIR on every rank"
             )
-        self._publish(store, commit)
-        return True
-
-    def _publish(self, store: Store, commit: Commit, look_again: Callable[[], Previous] | None = None) -> None:
         try:
-            publish(store, commit, self._previous, look_again=look_again, is_late=self._beginning.is_late)
+            look_again = functools.partial(self.look_again, store)
+            publish(store, commit, self.previous, look_again=look_again, is_late=self.beginning.is_late)
         except errors.DeadlineExceededError as error:
             deadline = store.limit.deadline
             if deadline is None or error.setting != deadline.setting:
                 raise
             progress = "every rank had written its data, but it was not committed"
-            if error.key == commit.identity.metadata_key and error.attempts:
+            if error.key == self.identity.url.key(metadata_object(self.identity.rank)) and error.attempts:
                 progress += "; S3 may still carry out the commit request that it did not answer"
             raise deadline.error(f"the save to {commit.identity.url}", progress) from error
+        return True
 
 
 # --- reading back --------------------------------------------------------------------------------------
@@ -301,7 +290,13 @@ _known: set[bytes] = set()  # names in pickles that could be read back
 def check_readable(data: bytes, url: CheckpointURL, *, of_rank: bool = False) -> None:
     """Load ``.metadata``, and an item of each dtype in it and one that is no tensor, as a reader would, unless earlier
     commits of this process had the same names in them."""
-    names = find_names(data)
+    names: set[bytes] = set()  # of classes and constants that a pickle of protocol 4 or later looks up
+    end = data.find(b"\x94\x93")  # MEMOIZE, STACK_GLOBAL
+    while end >= 0:
+        name = data[max(0, end - 256) : end].rpartition(b"\x8c")[2]  # its length, and itself
+        if name and name[0] == len(name) - 1:
+            names.add(name[1:])
+        end = data.find(b"\x94\x93", end + 2)
     if names <= _known:
         return
     import torch
@@ -321,18 +316,6 @@ def check_readable(data: bytes, url: CheckpointURL, *, of_rank: bool = False) ->
             url=str(url),
         ) from error
     _known.update(names)
-
-
-def find_names(data: bytes) -> set[bytes]:
-    """Names of the classes and constants that a pickle of protocol 4 or later looks up."""
-    names: set[bytes] = set()
-    end = data.find(b"\x94\x93")  # MEMOIZE, STACK_GLOBAL
-    while end >= 0:
-        name = data[max(0, end - 256) : end].rpartition(b"\x8c")[2]  # its length, and itself
-        if name and name[0] == len(name) - 1:
-            names.add(name[1:])
-        end = data.find(b"\x94\x93", end + 2)
-    return names
 
 
 def _check_items(dtypes: Iterable[torch.dtype], url: str) -> None:

@@ -41,15 +41,6 @@ class SaveIdentity:
     rank: int | None = None
     """Rank of this process in a save without collectives, where each rank commits for itself."""
 
-    @property
-    def metadata_key(self) -> str:
-        """Key of the object whose presence is the commit."""
-        return self.url.key(metadata_object(self.rank))
-
-    @property
-    def manifest_key(self) -> str:
-        return self.url.key(manifest_object(self.save_id, self.rank))
-
 
 class CommitState(Enum):
     """How the commit of a save stands."""
@@ -68,14 +59,6 @@ class Previous:
     """Keys of objects that only the old checkpoint needs, as far as its metadata can be read."""
     etag: str | None = None
     """ETag of the old ``.metadata``; None if there was none."""
-
-
-def check_absent(store: Store, identity: SaveIdentity) -> None:
-    """Refuse to save over a committed checkpoint. One with collectives hides those of ranks: both kinds count."""
-    rank = 0 if identity.rank is None else identity.rank
-    keys = [identity.url.key(metadata_object(each)) for each in (None, rank)]
-    if any(store.map(lambda store, key: store.exists(key), keys)):  # both at once: a save begins with this wait
-        raise exists_error(identity.url)
 
 
 def exists_error(url: CheckpointURL) -> errors.CheckpointExistsError:
@@ -178,10 +161,11 @@ def find_manifest(store: Store, url: CheckpointURL, rank: int | None = None) -> 
 def find_save_id(store: Store, identity: SaveIdentity, head: ObjectHead | None = None) -> str | None:
     """Save id of the checkpoint at the URL, which the HEAD of its commit mostly tells: the object may be large. None if
     it is not ours; ObjectNotFoundError if there is none."""
-    found = (head or store.head(identity.metadata_key)).metadata.get(SAVE_ID_KEY)
+    key = identity.url.key(metadata_object(identity.rank))
+    found = (head or store.head(key)).metadata.get(SAVE_ID_KEY)
     if found is None:  # stores, proxies and copies may lose user metadata
         with contextlib.suppress(errors.CheckpointError):
-            metadata = check_metadata(store.get(identity.metadata_key), identity.url, identity.rank)
+            metadata = check_metadata(store.get(key), identity.url, identity.rank)
             found = getattr(metadata.storage_meta, "save_id", None)
     return found
 

@@ -74,10 +74,6 @@ class _CommitDeadline(Deadline):
     def left(self) -> float:
         return max(0.0, min(self.at - time.monotonic(), self.wall - time.time()))
 
-    @property
-    def passed(self) -> bool:
-        return self.left <= 0
-
 
 def end_joint_save(store: Store, url: CheckpointURL) -> str | None:
     """Commit what a joint save has decided, and abort what it has not. Returns the claim's ETag, None without one."""

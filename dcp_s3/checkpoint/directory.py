@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
-from functools import cached_property
 from typing import NamedTuple
 
 from dcp_s3.format.control_files import Manifest
@@ -100,11 +99,6 @@ class Directory:
         return cls(CheckpointURL("", ""), [Page(objects, (), server_time=0.0)], whole=True)
 
     # --- what is there ---------------------------------------------------------------------------
-
-    @cached_property
-    def sizes(self) -> Mapping[str, int]:
-        """Bytes by relative path."""
-        return {path: found.size for path, found in self.objects.items()}
 
     @property
     def shows_checkpoint(self) -> bool:

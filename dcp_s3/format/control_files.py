@@ -6,14 +6,14 @@ import functools
 import json
 import math
 import reprlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import AfterValidator, PlainValidator, TypeAdapter
 
-from dcp_s3.errors import SettingsError
-from dcp_s3.format.layout import What, classify, is_attachment_name, is_inside, manifest_object
+from dcp_s3.errors import SaveProtocolError, SettingsError
+from dcp_s3.format.layout import classify, is_attachment_name, is_inside
 
 _T = TypeVar("_T", bound="_ControlFile")
 
@@ -29,7 +29,7 @@ class _ControlFile:
         """UTF-8 JSON; a manifest's total size is repeated for people and for shell scripts."""
         fields = asdict(self)
         if isinstance(self, Manifest):
-            fields["total_size"] = self.total_size
+            fields["total_size"] = sum(entry.size for entry in self.objects)
         if "metrics" in fields:
             fields["metrics"] = {name: number_to_json(value) for name, value in fields["metrics"].items()}
         return (json.dumps(fields, indent=1, allow_nan=False) + "\n").encode()
@@ -45,15 +45,13 @@ class _ControlFile:
             fields: dict[str, Any] = json.loads(data)
             if fields["format_version"] != 1:
                 raise ValueError(f"format version {fields['format_version']}, this dcp_s3 reads 1")
-            found: _T = _adapter(cls).validate_python(fields)  # type: ignore[arg-type]  # a class is hashable
+            found: _T = _adapter(cls).validate_python(fields)
             return found
         except (KeyError, TypeError, AttributeError, RecursionError, ValueError, OverflowError) as error:
             raise ValueError(f"not {cls.what}: {error!r}") from error
 
 
-@functools.cache
-def _adapter(kind: Any) -> TypeAdapter[Any]:
-    return TypeAdapter(kind)
+_adapter: Callable[[Any], TypeAdapter[Any]] = functools.cache(TypeAdapter)
 
 
 # JSON has no numbers for these, and a loss may well be NaN.
@@ -143,24 +141,9 @@ class Manifest(_ControlFile):
     """Of a save without collectives: how its ranks came to be one save (docs/format.md); otherwise empty."""
 
     @property
-    def total_size(self) -> int:
-        """Bytes of all data objects."""
-        return sum(entry.size for entry in self.objects)
-
-    @property
     def attachments(self) -> dict[str, AttachmentEntry]:
         """Attachments by name."""
         return attachments_of(self.objects)
-
-    @property
-    def files(self) -> dict[str, ObjectEntry]:
-        """Files with names of their own, which no metadata names, by relative path."""
-        return {each.path: each for each in self.objects if classify(each.path).what is What.OTHER}
-
-    @property
-    def paths(self) -> set[str]:
-        """Relative paths of the data objects and of the manifest itself."""
-        return {manifest_object(self.save_id, self.rank), *(entry.path for entry in self.objects)}
 
 
 def attachments_of(objects: Iterable[ObjectEntry]) -> dict[str, AttachmentEntry]:
@@ -170,6 +153,25 @@ def attachments_of(objects: Iterable[ObjectEntry]) -> dict[str, AttachmentEntry]
         if isinstance(entry, AttachmentEntry):
             found.setdefault(entry.attachment, entry)
     return found
+
+
+def check_distinct(objects: Iterable[ObjectEntry]) -> None:
+    """Refuse two attachments of one name, unless ranks attached the same bytes."""
+    seen: dict[str, AttachmentEntry] = {}
+    for entry in objects:
+        if isinstance(entry, AttachmentEntry):
+            first = seen.setdefault(entry.attachment, entry)
+            if (first.size, first.crc64nvme) != (entry.size, entry.crc64nvme):
+                raise SaveProtocolError(
+                    f"ranks attached different files as {entry.attachment!r}, so nothing was committed. Remedy: attach "
+                    "it on one rank, or under a name with the rank in it"
+                )
+    for name in seen:
+        if above := next((other for other in seen if name.startswith(f"{other}/")), None):
+            raise SaveProtocolError(
+                f"{above!r} and {name!r} cannot both be attached: in a directory the first would be a file and a "
+                "directory. Nothing was committed"
+            )
 
 
 MAX_EXTRA_BYTES = 2**16

@@ -41,6 +41,9 @@ from dcp_s3.memory import crc64nvme, crc_hex
 from dcp_s3.process import __version__, collector_paused
 from dcp_s3.torch_private import StorageInfo
 
+VERSIONS = {"dcp_s3": __version__, "torch": str(torch.__version__)}
+"""The libraries that write a checkpoint, for its manifest."""
+
 # --- writing --------------------------------------------------------------------------------------
 
 _new = copyreg.__newobj__  # type: ignore[attr-defined]  # makes an instance without its constructor: what pickles call

@@ -131,7 +131,15 @@ class _Memo:
         self.names, self.paths = (
             np.array([self._numbers[id(each)] for each in values], np.uint32) for values in (items.names, items.paths)
         )
-        self.shapes = _write_shapes(stream, self.get(torch.Size), items.shapes, len(memo))
+        self.shapes = np.zeros(len(items.shapes), np.uint32)
+        dims, first = np.array([len(each) for each in items.shapes], np.uint8), len(memo)
+        for count in sorted(set(dims.tolist())):
+            which = np.flatnonzero(dims == count)
+            self.shapes[which] = np.arange(first, first + len(which))
+            first += len(which)
+            values = np.array([items.shapes[each] for each in which.tolist()], np.int64).reshape(len(which), count)
+            sizes = [each for dim in range(count) for each in _integer(values[:, dim])]
+            _write_records(stream, len(which), [self.get(torch.Size) + b"(", *sizes, b"t\x85R\x940"])
 
     def get(self, value: Any) -> bytes:
         """What puts a value of `_common` on the stack."""
@@ -141,20 +149,6 @@ class _Memo:
 
 
 _SAME = {each: each for each in (*_KEYS, DCP_VERSION)}
-
-
-def _write_shapes(stream: io.BytesIO, get_size: bytes, shapes: Sequence[tuple[int, ...]], first: int) -> Ints:
-    """Put shapes into the memo, whose next number is ``first``. Returns their numbers."""
-    numbers = np.zeros(len(shapes), np.uint32)
-    dims = np.array([len(each) for each in shapes], np.uint8)
-    for count in sorted(set(dims.tolist())):
-        which = np.flatnonzero(dims == count)
-        numbers[which] = np.arange(first, first + len(which))
-        first += len(which)
-        values = np.array([shapes[each] for each in which.tolist()], np.int64).reshape(len(which), count)
-        sizes = [each for dim in range(count) for each in _integer(values[:, dim])]
-        _write_records(stream, len(which), [get_size + b"(", *sizes, b"t\x85R\x940"])
-    return numbers
 
 
 def _write_entries(

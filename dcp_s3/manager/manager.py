@@ -31,7 +31,7 @@ from dcp_s3.manager.step_policy import SavePolicyFunction, StepDecisions, asks_r
 from dcp_s3.retention.catalog import CheckpointCatalog
 from dcp_s3.retention.policy import PolicyFunction, policy_name
 from dcp_s3.save.writer import S3StorageWriter
-from dcp_s3.settings import SettingsLike, check_incremental, resolve_settings
+from dcp_s3.settings import SettingsLike, resolve_settings
 from dcp_s3.stage.stager import S3Stager
 from dcp_s3.units import one_line
 from dcp_s3.url import parse_url
@@ -111,11 +111,10 @@ class CheckpointManager(RunReader):
 
         def configure() -> tuple[dict[str, object], dict[str, int | None]]:
             self.root = parse_url(root)
-            self.settings = resolve_settings(settings)
+            self.settings = resolve_settings(settings, incremental=incremental)
             self.retention = arguments.resolve_policy(retention, self.settings)
             check_policy(self._should_save)
             arguments.check_settings(self.settings, prunes=self.retention is not None)
-            check_incremental(bool(incremental), self.settings)
             self._catalog = CheckpointCatalog(self.root_url, settings=self.settings)
             self._stager = None if read_only else S3Stager(self.settings, on_event=on_event)
             run = {

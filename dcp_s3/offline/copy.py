@@ -147,8 +147,9 @@ class _Copy:
                     "have committed. Remedy: wait until the save is done, or copy another checkpoint", url=where,
                 )  # fmt: skip
         entries = [entry for manifest in reversed(manifests.values()) for entry in manifest.objects]  # rank 0's first
-        needed |= {entry.path: entry.size for entry in entries if isinstance(entry, AttachmentEntry)}
-        needed |= {path: entry.size for manifest in manifests.values() for path, entry in manifest.files.items()}
+        for entry in entries:  # besides: files with names of their own, which no metadata names
+            if isinstance(entry, AttachmentEntry) or classify(entry.path).what is What.OTHER:
+                needed[entry.path] = entry.size
         damage = directory.describe_damage(needed)
         if damage is not None:
             raise _damaged(where, damage)

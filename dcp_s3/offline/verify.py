@@ -209,7 +209,7 @@ def _check(
     problems += [problem for commit in commits for problem in commit.problems]
     items = [item for commit in commits for item in commit.items]
     entries = [entry for commit in commits if commit.manifest is not None for entry in commit.manifest.objects]
-    objects, flaws = _place(items, entries, directory.sizes)
+    objects, flaws = _place(items, entries, {path: found.size for path, found in directory.objects.items()})
     problems += flaws
     bytes_read = sum(commit.bytes_read for commit in commits)
     if full:

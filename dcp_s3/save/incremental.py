@@ -12,8 +12,7 @@ import collections
 import os
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, field
 
 import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
@@ -162,15 +161,18 @@ def _is_unchanged(item: WriteItem, saved: SavedItem, memory: ObjectPieces) -> bo
 # --- what is copied: pure -----------------------------------------------------------------------------------
 
 
-class _Run(NamedTuple):
-    """Items that lie end to end in an object, and have not changed."""
+@dataclass(eq=False)
+class _Run:
+    """Items that lie end to end in an object, and have not changed: bytes ``start`` to ``stop`` of it."""
 
-    range: CopyRange
-    items: list[tuple[WriteItem, SavedItem]]
+    source: SavedObject
+    start: int
+    stop: int
+    items: list[tuple[WriteItem, SavedItem]] = field(default_factory=list)
 
     @property
     def size(self) -> int:
-        return self.range.stop - self.range.start
+        return self.stop - self.start
 
 
 def plan_changes(
@@ -203,18 +205,13 @@ def _plan_copies(items: Sequence[WriteItem], saved: SavedItems) -> list[WriteBuc
         by_object.setdefault(place.source, []).append((item, place))
     objects: list[list[_Run]] = []  # the runs of each new object
     for source, members in by_object.items():
-        places: list[list[tuple[WriteItem, SavedItem]]] = []
-        end = -1
+        runs: list[_Run] = []  # the longest
         for item, place in sorted(members, key=lambda each: each[1].info.offset):
-            if place.info.offset != end:
-                places.append([])
-            places[-1].append((item, place))
-            end = place.info.offset + place.info.length
-        runs = []  # the longest
-        for each in places:
-            first, last = each[0][1].info, each[-1][1].info
-            piece = CopyRange(source.key, first.offset, last.offset + last.length, source.size, source.crc)
-            runs.append(_Run(piece, each))
+            start = place.info.offset
+            if not runs or runs[-1].stop != start:
+                runs.append(_Run(source, start, start))
+            runs[-1].items.append((item, place))
+            runs[-1].stop = start + place.info.length
         if runs[0].size != source.size:
             runs = [run for run in runs if run.size >= MIN_PART_SIZE]
         objects += [runs[start : start + _MOST_RANGES] for start in range(0, len(runs), _MOST_RANGES)]
@@ -229,18 +226,18 @@ def _plan_copies(items: Sequence[WriteItem], saved: SavedItems) -> list[WriteBuc
 def _make_bucket(runs: Sequence[_Run]) -> WriteBucket:
     """The object that is made of these runs, end to end."""
     crcs: list[tuple[int, int]] = []
-    places, size = [], 0
+    ranges, places, size = [], [], 0
     for run in runs:
-        places += [(saved.info, size + saved.info.offset - run.range.start) for _, saved in run.items]
+        source = run.source
+        ranges.append(CopyRange(source.key, run.start, run.stop, source.size, source.crc))
+        places += [(saved.info, size + saved.info.offset - run.start) for _, saved in run.items]
         size += run.size
-        if run.size == run.range.size:
-            crcs.append((run.range.crc, run.size))
+        if run.size == source.size:
+            crcs.append((source.crc, run.size))
             continue
         for _, saved in run.items:
             frame = compute_frame(saved.dtype, saved.shape)
-            raw = (get_facts(saved.info)[1] or 0, frame.nbytes)
-            crcs += [
-                (crc64nvme(frame.header), len(frame.header)), raw, (crc64nvme(frame.trailer), len(frame.trailer))
-            ]  # fmt: skip
-    copied = CopiedItems(tuple(run.range for run in runs), combine_crc64nvme(crcs), tuple(places))
+            before, after = ((crc64nvme(each), len(each)) for each in (frame.header, frame.trailer))
+            crcs += [before, (get_facts(saved.info)[1] or 0, frame.nbytes), after]
+    copied = CopiedItems(tuple(ranges), combine_crc64nvme(crcs), tuple(places))
     return WriteBucket(tuple(item for run in runs for item, _ in run.items), size, copied=copied)

@@ -16,8 +16,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import WriteResult
 
 from dcp_s3 import errors
-from dcp_s3.checkpoint.attachments import check_distinct
-from dcp_s3.checkpoint.commit import Commit, check_readable, delete_quietly, versions
+from dcp_s3.checkpoint.commit import Commit, check_readable, delete_quietly
 from dcp_s3.checkpoint.commit_state import SaveIdentity, exists_error, find_previous, find_save_id
 from dcp_s3.coordination import protocol
 from dcp_s3.coordination.driving import Driver
@@ -28,8 +27,9 @@ from dcp_s3.coordination.processes import CountedSave, count_of, make_member
 from dcp_s3.coordination.protocol import FailedError, UnreachableError
 from dcp_s3.coordination.values import ABORTED, OPEN, Claim, Intent, Key, Merged
 from dcp_s3.failures import name_ranks
-from dcp_s3.format.control_files import Manifest
-from dcp_s3.format.layout import joint_object, new_nonce, step_of
+from dcp_s3.format.control_files import Manifest, check_distinct
+from dcp_s3.format.layout import joint_object, manifest_object, new_nonce, step_of
+from dcp_s3.format.metadata import VERSIONS
 from dcp_s3.format.part import Part, WrittenItem, digest_of, encode, item_hash
 from dcp_s3.limit import Deadline
 from dcp_s3.process import collector_paused
@@ -190,7 +190,7 @@ class JointSave(Save):
             items=merged.items,
             metrics=dict(facts.get("metrics") or {}),
             extra=dict(facts.get("extra") or {}),
-            writer=versions(),
+            writer=VERSIONS,
             started_at=min(float(each["started_at"]) for each in merging.facts),
             coordination={
                 "save": claim.nonce, "run": claim.run, "restart": claim.restart, "merged_by": self.rank,
@@ -199,7 +199,7 @@ class JointSave(Save):
         )  # fmt: skip
         self._replaced = find_previous(store, identity).keys if self.overwrite else frozenset()
         store.put(identity.url.key(Key("merged", identity.save_id).path), merged.metadata)
-        store.put(identity.manifest_key, manifest.to_json())
+        store.put(self.url.key(manifest_object(identity.save_id)), manifest.to_json())
         return Merged(identity.save_id, merged.metadata)
 
     def clean(self, claim: Claim) -> None:
@@ -210,7 +210,7 @@ class JointSave(Save):
             if find_save_id(store, identity) != claim.save_id:
                 return
             listed = store.list(self.url.key(joint_object(claim.nonce, ""))).objects
-            objects = Manifest.from_json(store.get(identity.manifest_key).data).objects
+            objects = Manifest.from_json(store.get(self.url.key(manifest_object(claim.save_id))).data).objects
         except (errors.StorageError, errors.CheckpointError, ValueError) as error:
             logger.warning("what the save to %s does not need any more is left for pruning: %s", self.url, error)
             return
@@ -240,7 +240,7 @@ class JointSave(Save):
                 self.save_id, self._identity = found_id, SaveIdentity(self.url, found_id)
             if self.rank != 0:
                 return None
-            manifest = Manifest.from_json(self._s3.get(self._identity.manifest_key).data)
+            manifest = Manifest.from_json(self._s3.get(self.url.key(manifest_object(self.save_id))).data)
         except (errors.StorageError, ValueError) as unread:
             logger.info("%s is committed (its manifest is not read: %s)", self.url, unread)
             return None

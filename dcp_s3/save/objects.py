@@ -28,11 +28,11 @@ from dcp_s3.format.blocks import (
     moved_info,
     pack_crcs,
 )
-from dcp_s3.format.control_files import ObjectEntry
+from dcp_s3.format.control_files import AttachmentEntry, ObjectEntry
 from dcp_s3.format.layout import data_object
 from dcp_s3.format.safe_items import warn_of_unsafe_item
 from dcp_s3.limit import Cancelled
-from dcp_s3.memory import Piece, copy_to_host, crc_hex, crc_of, is_plain, iterate_bytes, view_bytes
+from dcp_s3.memory import Piece, copy_to_host, crc64nvme, crc_hex, crc_of, is_plain, iterate_bytes, view_bytes
 from dcp_s3.save.plan import OBJECTS_PER_RANK, CopiedItems, WriteBucket
 from dcp_s3.save.split import Rows
 from dcp_s3.stage.memory import BufferPool, Slot
@@ -105,7 +105,7 @@ def write_buckets(
             torch.accelerator.set_device_index(device)
         pieces, copied = ObjectPieces(buckets[number], planner, chunk_size), buckets[number].copied
         if copied is not None and batch.copy(keys[number], copied.ranges, copied.crc):
-            return pieces.copied_results(paths[number], copied)
+            return pieces.results(paths[number], StreamedObject(buckets[number].size, copied.crc), copied)
         with sending:
             stored = batch.put_stream(keys[number], buckets[number].size, pieces)
         return pieces.results(paths[number], stored)
@@ -158,7 +158,6 @@ def synchronized_device() -> int | None:
 class _Written:
     """One item in an unfinished object, from byte ``offset`` on, ``length`` bytes."""
 
-    item: WriteItem
     offset: int
     length: int = 0
     raw_offset: int | None = None
@@ -188,7 +187,7 @@ class ObjectPieces:
             return
         self._written, size = [], 0
         for item in self.bucket.items:
-            written = _Written(item, size)
+            written = _Written(size)
             self._written.append(written)
             data = self.resolve(item)
             if not isinstance(data, torch.Tensor):
@@ -265,15 +264,16 @@ class ObjectPieces:
         stream.synchronize()
         return view_bytes(target)
 
-    def results(self, path: str, stored: StreamedObject) -> list[WriteResult]:
-        """The results of the items, or of the attachment, once the object is stored at ``path``."""
+    def results(self, path: str, stored: StreamedObject, copied: CopiedItems | None = None) -> list[WriteResult]:
+        """The results of the items, or of the attachment, once the object is stored at ``path``. ``copied``: how S3
+        has made it."""
         attachment, crc = self.bucket.attachment, stored.crc64nvme
         if attachment is not None:
-            entry: ObjectEntry = attachment.entry(path)
-            return [ItemWriteResult(MetadataIndex(attachment.name), entry.size, None, entry, stored.spilled)]
-        entry = ObjectEntry(path, stored.size, None if crc is None else crc_hex(crc))
-        results: list[WriteResult] = []
-        for each in self._written:
+            data, index = attachment.data, MetadataIndex(attachment.name)
+            attached = AttachmentEntry(path, len(data), crc_hex(crc64nvme(data)), attachment.name)
+            return [ItemWriteResult(index, len(data), None, attached, stored.spilled)]
+        infos = [] if copied is None else [moved_info(info, path, offset) for info, offset in copied.places]
+        for each in self._written if copied is None else ():
             item_crc = blocks = None
             if crc is not None:
                 sent = [part for piece in each.pieces for part in piece.parts or (piece,)]
@@ -284,19 +284,12 @@ class ObjectPieces:
             info = make_storage_info(
                 path, each.offset, each.length, raw_offset=each.raw_offset, crc64nvme=item_crc, blocks=blocks
             )
-            rows, first = each.item.chunk if isinstance(each.item, Rows) else None, None if results else entry
-            index = each.item.index if rows is None else MetadataIndex(each.item.index.fqn, rows.offsets)
-            results.append(ItemWriteResult(index, each.length, info, first, stored.spilled, rows=rows))
-        return results
-
-    def copied_results(self, path: str, copied: CopiedItems) -> list[WriteResult]:
-        """The results of the items, once S3 has made the object."""
-        size = sum(each.stop - each.start for each in copied.ranges)
-        entry: ObjectEntry | None = ObjectEntry(path, size, crc_hex(copied.crc))
+            infos.append(info)
+        entry: ObjectEntry | None = ObjectEntry(path, stored.size, None if crc is None else crc_hex(crc))
         results: list[WriteResult] = []
-        for item, (info, offset) in zip(self.bucket.items, copied.places, strict=True):
-            moved, rows = moved_info(info, path, offset), item.chunk if isinstance(item, Rows) else None
+        for item, info in zip(self.bucket.items, infos, strict=True):
+            rows, is_copied = item.chunk if isinstance(item, Rows) else None, copied is not None
             index = item.index if rows is None else MetadataIndex(item.index.fqn, rows.offsets)
-            results.append(ItemWriteResult(index, info.length, moved, entry, copied=True, rows=rows))
+            results.append(ItemWriteResult(index, info.length, info, entry, stored.spilled, is_copied, rows))
             entry = None
         return results

@@ -13,13 +13,13 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorS
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
-from dcp_s3.checkpoint.attachments import Attachment, check_distinct
+from dcp_s3.checkpoint.attachments import Attachment
 from dcp_s3.checkpoint.commit import Committer, make_commit
 from dcp_s3.checkpoint.commit_state import Beginning, CommitState, SaveIdentity, find_state
 from dcp_s3.errors import CheckpointError, SaveProtocolError
 from dcp_s3.events import Committed, Listener, Written, emit
-from dcp_s3.format.control_files import ObjectEntry
-from dcp_s3.format.layout import DCP_VERSION, new_nonce, step_of
+from dcp_s3.format.control_files import ObjectEntry, check_distinct
+from dcp_s3.format.layout import DCP_VERSION, metadata_object, new_nonce, step_of
 from dcp_s3.limit import Deadline, Limit
 from dcp_s3.process import collector_paused, world_size
 from dcp_s3.s3.multipart import can_copy
@@ -71,9 +71,6 @@ class Save:
     attachments: Sequence[Attachment] = ()
     """Small files of this rank that belong to the save."""
     max_objects: int = OBJECTS_PER_RANK
-    splits: bool = False
-    """Whether ranks share the writing of large chunks that several of them hold."""
-    incremental: bool = False
     on_event: Listener | None = None
     is_blocking: bool = False
     """Whether the training waits for the save."""
@@ -90,12 +87,12 @@ class Save:
         disk = open_store(self.settings) if self.spills and self.settings.spill_dir is not None else None
         self._base_store: Store = self._s3
         if disk is None:
-            self._committer = Committer(self._identity, self._beginning, overwrite=self.overwrite)
+            self._committer = Committer(self._identity, self._beginning, self.overwrite)
         else:
             identity, listener = self._identity, self.on_event
             self._base_store = SpillingStore(self._s3, disk, str(self.url), self.save_id, self.rank, listener)
             self._committer = SpillingCommitter(self._base_store, identity, self._beginning, overwrite=self.overwrite)
-        self.step = step_of(self.url.name)
+        self.step = step_of(self.url.prefix)
         self._throttled_before = self._s3.counters().throttled
         self.throttled = 0
         """Requests of this process to the bucket that S3 throttled from the beginning until this rank had written."""
@@ -112,19 +109,19 @@ class Save:
         """Check the URL, and mark the plan with this save's URL."""
         if self.is_coordinator:
             self._committer.check_url(self._store())
-        large = find_large(plan.items) if self.splits else ()
+        large = find_large(plan.items) if self.settings.split_replicated else ()
         return dataclasses.replace(plan, storage_data=_PlanOrigin(str(self.url), self.rank, large))
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Check that all plans are of this save, and their shards of the same tensors; with `splits`, cut what several
-        ranks hold. Nothing else needs coordination: names are unique."""
-        check_shards(plans, filled=world_size() == 1)
+        """Check that all plans are of this save, and their shards of the same tensors; with ``split_replicated``, cut
+        what several ranks hold. Nothing else needs coordination: names are unique."""
+        check_shards(plans, filled=self.world_size == 1)
         for plan in plans:
             origin = plan.storage_data
             if isinstance(origin, _PlanOrigin) and origin.url is not None:
                 self._check_same_save(origin.url, origin.rank)
                 origin.url = None
-        if self.splits:
+        if self.settings.split_replicated:
             held = [each.large if isinstance(each := plan.storage_data, _PlanOrigin) else () for plan in plans]
             for plan, items in zip(plans, split_replicated(plans, held), strict=True):
                 # In place: if torch caches plans it has cached these, and compares the next ones with what ranks write.
@@ -177,13 +174,9 @@ class Save:
                 self._identity,
                 # A copy: with plan caching, the next save gets this very object while it is being pickled.
                 dataclasses.replace(metadata),
-                objects,
-                step=self.step,
-                world_size=len(results),
-                metrics=self.metrics,
-                extra=self.extra,
+                objects, step=self.step, world_size=len(results), metrics=self.metrics, extra=self.extra,
                 started_at=self._beginning.at,
-            )
+            )  # fmt: skip
         if self._committer.commit(self._store(), commit, spilled=bool(spilled)):
             self._tell_committed(objects, ranks=len(results), spilled=spilled, copied=copied, throttled=throttled)
 
@@ -193,7 +186,7 @@ class Save:
         """Whether the save is committed on S3; for a rank that wrote nothing, whether any checkpoint is there. A
         CheckpointError if a save that began later has replaced it."""
         if self._an_object is None:
-            return self._s3.exists(self._identity.metadata_key)
+            return self._s3.exists(self.url.key(metadata_object()))
         state = find_state(self._s3, self._identity, path=self._an_object, started_at=self._beginning.at)
         if state is CommitState.REPLACED:
             raise CheckpointError(
@@ -248,7 +241,7 @@ class Save:
     ) -> list[WriteResult]:
         """Write items, and the attachments. ``again``: these are more, which others were to write."""
         sizes: dict[str, int] = {"max_buckets": self.max_objects, "min_bucket_size": self.settings.max_part_size}
-        remembers = self.incremental and can_copy(self._s3)
+        remembers = self.settings.incremental and can_copy(self._s3)
         if remembers and not again and (saved := recall(self.url, self.rank)):
             buckets = plan_changes(items, find_unchanged(items, saved, planner), saved, **sizes)
         else:

@@ -31,7 +31,7 @@ from dcp_s3.s3.store import store_of
 from dcp_s3.save.joint import begin_joint_save
 from dcp_s3.save.plan import OBJECTS_PER_RANK
 from dcp_s3.save.save import Save
-from dcp_s3.settings import Settings, SettingsLike, check_incremental, resolve_settings
+from dcp_s3.settings import Settings, SettingsLike, resolve_settings
 from dcp_s3.spill.saving import drain_url
 from dcp_s3.stage.handover import AsyncSave, StagedState, current_save, wait_for_saves
 from dcp_s3.stage.stager import shared_stager
@@ -127,16 +127,13 @@ class S3StorageWriter(StorageWriter, AsyncStager):
         on_event: Listener | None = None,
     ) -> None:
         super().__init__()
-        self.settings: Settings = resolve_settings(settings)
+        self.settings: Settings = resolve_settings(settings, split_replicated=split_replicated, incremental=incremental)
         self.overwrite, self.replicas, self.step, self.on_event = overwrite, replicas, step, on_event
         self.metrics, self.extra = dict(metrics or {}), check_extra(extra)
         check_metrics(self.metrics)  # fail now, not at the end of a save
         self.max_objects = OBJECTS_PER_RANK if max_objects is None else max_objects
         if not isinstance(self.max_objects, int) or self.max_objects < 1:
             raise SettingsError(f"max_objects = {self.max_objects!r}, expected a whole number above 0")
-        self.split_replicated = self.settings.split_replicated if split_replicated is None else split_replicated
-        self.incremental = self.settings.incremental if incremental is None else incremental
-        check_incremental(self.incremental, self.settings)
         self._url = None if url is None else parse_url(url)  # of saves that were given none
         self._had_others = False  # whether it was another one before
         self._attached: dict[str, Attachment] = {}  # to the next save
@@ -227,8 +224,8 @@ class S3StorageWriter(StorageWriter, AsyncStager):
         attached, self._attached = self._attached, {}
         options: dict[str, Any] = {
             "overwrite": self.overwrite, "metrics": dict(self.metrics), "extra": check_extra(self.extra),
-            "attachments": list(attached.values()), "max_objects": self.max_objects, "splits": self.split_replicated,
-            "incremental": self.incremental, "on_event": self.on_event, "stall_seconds": stall_seconds,
+            "attachments": list(attached.values()), "max_objects": self.max_objects,
+            "on_event": self.on_event, "stall_seconds": stall_seconds,
             # In another thread it may be a save that somebody else staged.
             "is_blocking": background is None and here.is_home and not self._was_sent,
         }  # fmt: skip

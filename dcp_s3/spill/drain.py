@@ -19,12 +19,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from dcp_s3 import errors
-from dcp_s3.checkpoint.commit import Commit, publish
+from dcp_s3.checkpoint.commit import Commit, Committer, publish
 from dcp_s3.checkpoint.commit_state import (
     Beginning,
-    Previous,
     SaveIdentity,
-    check_absent,
     check_newest,
     find_previous,
     is_committed,
@@ -174,12 +172,9 @@ class Drainer:
             save.remove()  # committed by a drain that died before it could remove the save
             return None
         try:
-            previous = Previous()
-            if spilled.overwrite:
-                previous = find_previous(store, identity)
-                check_newest(store, identity, previous, created_at)
-            else:
-                check_absent(store, identity)
+            committer = Committer(identity, Beginning(created_at, None), spilled.overwrite)
+            committer.check_url(store)
+            check_newest(store, identity, committer.previous, created_at)
             missing = list_directory(store, url).lacking({each.path: each.size for each in commit.objects}, exact=True)
             for refused in self.store.list_refused() if missing else ():
                 with contextlib.suppress(OSError, JournalError):
@@ -193,7 +188,7 @@ class Drainer:
                     f"{len(missing)} of {len(commit.objects)} objects are not on S3 yet, the first {missing[0]}; they "
                     "may wait in the spill directories of other hosts"
                 )
-            publish(store, commit, previous, keep_objects=True, is_late=Beginning(created_at, None).is_late)
+            publish(store, commit, committer.previous, keep_objects=True, is_late=committer.beginning.is_late)
         except errors.CheckpointDeletedError as error:
             return str(error)
         except errors.CheckpointExistsError:
@@ -206,7 +201,7 @@ class Drainer:
         event = Committed(
             url=str(url),
             step=committed.step,
-            bytes=committed.total_size,
+            bytes=sum(each.size for each in committed.objects),
             objects=len(committed.objects),
             ranks=committed.world_size,
             seconds=max(0.0, time.time() - created_at),

@@ -203,15 +203,15 @@ class SpillingCommitter(Committer):
     """Commits at once if all objects are on S3; otherwise the commit goes to the disk, from where the drain commits."""
 
     def __init__(self, store: SpillingStore, identity: SaveIdentity, beginning: Beginning, *, overwrite: bool) -> None:
-        super().__init__(identity, beginning, overwrite=overwrite)
+        super().__init__(identity, beginning, overwrite)
         self._disk, self._settings = store.disk, store.settings
         self._unseen = False
         drain_in_background(self._disk, patience=self._settings.spill_after)  # what an earlier process left
 
     def check_url(self, store: Store) -> None:
         """Refuse to save also where the commit of an earlier save waits for S3."""
-        url, rank = str(self._identity.url), self._identity.rank
-        for save in () if self._overwrite else self._disk.scan():
+        url, rank = str(self.identity.url), self.identity.rank
+        for save in () if self.overwrite else self._disk.scan():
             commit = save.journal.commit
             if commit is not None and (save.journal.url, commit.rank) == (url, rank):
                 raise CheckpointExistsError(
@@ -225,6 +225,14 @@ class SpillingCommitter(Committer):
             logger.warning("whether %s is free is checked at its commit: %s", url, error)
             self._unseen = True
 
+    def look_again(self, store: Store) -> Previous:
+        """The checkpoint to overwrite, if it changed since this save began: an older save that spilled."""
+        if not self.overwrite:
+            return super().look_again(store)
+        previous = find_previous(store, self.identity)
+        check_newest(store, self.identity, previous, self.beginning.at)
+        return previous
+
     def commit(self, store: Store, commit: Commit, *, spilled: bool) -> bool:
         """Commit on S3 at once if all objects are there, and return True; otherwise leave the commit to the drain."""
         refusal: TransferError | None = None
@@ -232,15 +240,8 @@ class SpillingCommitter(Committer):
             try:
                 if self._unseen:
                     super().check_url(store)
-                    check_newest(store, self._identity, self._previous, self._beginning.at)
-
-                def look_again() -> Previous:
-                    """The checkpoint to overwrite, if it changed since this save began: an older save that spilled."""
-                    previous = find_previous(store, self._identity)
-                    check_newest(store, self._identity, previous, self._beginning.at)
-                    return previous
-
-                self._publish(store, commit, look_again if self._overwrite else None)
+                    check_newest(store, self.identity, self.previous, self.beginning.at)
+                super().commit(store, commit, spilled=False)
             except TransferError as error:
                 logger.warning("the commit of %s waits for S3: %s", commit.identity.url, error)
                 without_tracebacks(error)
@@ -249,7 +250,7 @@ class SpillingCommitter(Committer):
                 return True
         try:
             save = spill_commit(
-                self._disk, commit, self._settings, created_at=self._beginning.at, overwrite=self._overwrite
+                self._disk, commit, self._settings, created_at=self.beginning.at, overwrite=self.overwrite
             )
         except SpillError as error:
             raise (error if refusal is None else refused_by_both(refusal, error)) from refusal

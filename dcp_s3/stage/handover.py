@@ -77,15 +77,6 @@ class AsyncSave:
         self._state, self._lost_at = weakref.ref(state), time.monotonic() + _LOST_SECONDS
         weakref.finalize(state, self.end).atexit = False
 
-    def begin(self, *, sent: bool) -> None:
-        """The state is taken up: in the thread of the save (always if it is ``sent`` to the checkpoint process), which
-        ends with the save, or in a thread of the user's, where nobody can say when its save ends."""
-        self._lost_at = None
-        if not (sent or self._was_sent or threading.current_thread().name.startswith(_EXECUTOR)):
-            self.end()
-        elif getattr(_thread, "running", None) is None or _thread.running.save is not self:
-            _thread.running = _Running(self)
-
     def end(self) -> None:
         """Let the next save go on. May be called again."""
         self.has_ended = True
@@ -171,14 +162,21 @@ class StagedState(dict[str, Any]):
         self._released = False
 
     def begin(self, *, sent: bool = False) -> None:
-        """The state is taken up, see `AsyncSave.begin`. A StagingError if its save has ended."""
+        """The state is taken up: in the thread of its save (always if it is ``sent`` to the checkpoint process), which
+        ends with the save, or in a thread of the user's, where nobody can say when its save ends. A StagingError if it
+        has ended."""
         if self._released:
             raise StagingError(
                 "the save of this staged state has ended, and its memory is free. Remedy: stage the state again; a "
                 "copy for several saves comes from S3Stager.stage_now"
             )
-        if self.save is not None:
-            self.save.begin(sent=sent)
+        if (save := self.save) is None:
+            return
+        save._lost_at = None
+        if not (sent or save._was_sent or threading.current_thread().name.startswith(_EXECUTOR)):
+            save.end()
+        elif getattr(_thread, "running", None) is None or _thread.running.save is not save:
+            _thread.running = _Running(save)
 
     def items(self) -> Any:
         """The items, as of any dict. DCP calls this first in the thread of the save."""

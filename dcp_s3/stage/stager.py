@@ -127,18 +127,15 @@ class S3Stager(AsyncStager):
 
     def _stage(self, state_dict: dict[str, Any], save: AsyncSave | None, began: float) -> Any:
         """The copy, made now or, for a save of an asynchronous stager, a future of it."""
-        in_background = save is not None and self.asynchronous
+        in_background, copying = save is not None and self.asynchronous, Future[StagedState]()
         try:
             snapshot = Snapshot(state_dict, watched=in_background)
-            copying = self._background.submit(self._copy, snapshot, save, began) if in_background else None
+            if in_background:
+                copying = self._background.submit(self._copy, snapshot, save, began)
         except Exception as error:  # noqa: BLE001 - raised if this is the only rank
-            failed = self._failed(error, save)
-            if not in_background:
-                return failed
-            future: Future[dict[str, Any]] = Future()
-            future.set_result(failed)
-            return future
-        if copying is None:
+            copying.set_result(failed := self._failed(error, save))
+            return copying if in_background else failed
+        if not in_background:
             return self._copy(snapshot, save, began)
 
         def log_failure(copying: Future[StagedState]) -> None:  # the save ends before its writer learns of it

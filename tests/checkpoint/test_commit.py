@@ -20,6 +20,7 @@ from dcp_s3.format import metadata as metadata_module
 from dcp_s3.format.control_files import Manifest
 from dcp_s3.format.layout import METADATA_CRC_KEY, SAVE_ID_KEY, manifest_object
 from dcp_s3.format.metadata import dump_metadata
+from dcp_s3.limit import Deadline, Limit
 from dcp_s3.memory import crc64nvme, crc_hex
 from dcp_s3.url import parse_url
 from tests.end_to_end import loads
@@ -114,6 +115,25 @@ def test_at_every_request_of_a_save_the_url_holds_the_old_or_the_new_one_whole(
         seen |= {info.save_id or "" for info in infos}
     assert stop > 4
     assert len(seen) > 1, "at first nothing or the old one, then the new one"
+
+
+@pytest.mark.parametrize(("part", "attempts"), [("manifest", 1), (".metadata", 0), (".metadata", 1)])
+def test_a_deadline_at_the_commit_says_whether_s3_may_still_carry_it_out(run: Run, part: str, attempts: int) -> None:
+    committer, commit = run.begin("step-1")
+    store = run.store.within(Limit(deadline=Deadline.start("DCP_S3_SAVE_TIMEOUT", 60.0)))
+
+    def late(method: str, key: str) -> Exception | None:
+        if method != "put" or part not in key:
+            return None
+        setting = "DCP_S3_SAVE_TIMEOUT"
+        return errors.DeadlineExceededError("late", key=key, attempts=attempts, setting=setting, seconds=60.0)
+
+    run.rule = late
+    with pytest.raises(
+        errors.DeadlineExceededError, match="the save to s3://bucket/run/step-1 was not done"
+    ) as failure:
+        committer.commit(store, commit, spilled=False)
+    assert ("S3 may still carry out the commit" in str(failure.value)) == (part == ".metadata" and attempts > 0)
 
 
 @pytest.mark.parametrize("overwrite", [False, True])

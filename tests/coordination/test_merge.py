@@ -9,6 +9,7 @@ import pickle
 import random
 from collections.abc import Sequence
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -29,7 +30,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 
 from benchmarks.coordinator import State, local_plan, results_of
-from dcp_s3.checkpoint.commit import find_names
+from dcp_s3.checkpoint import commit
 from dcp_s3.coordination import merge as merge_module
 from dcp_s3.coordination.merge import MergedSave, Merging, assign
 from dcp_s3.errors import DcpS3Error, SaveProtocolError, ShardingError
@@ -41,6 +42,7 @@ from dcp_s3.format.metadata import load_metadata
 from dcp_s3.format.part import Part, WrittenItem, encode
 from dcp_s3.memory import crc64nvme
 from dcp_s3.torch_private import StorageInfo
+from dcp_s3.url import parse_url
 from tests.coordination.making_parts import SAVE, other, part_of, plain, tensor
 
 URL = "s3://bucket/run/step-1"
@@ -172,7 +174,8 @@ def test_offsets_beyond_4_gib_and_large_shapes_survive() -> None:
     assert_same(merge(parts), parts)
 
 
-def test_what_is_read_back_before_the_commit_has_the_names_of_all_parts() -> None:
+def test_what_is_read_back_before_the_commit_has_the_names_of_all_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(commit, "_known", set())  # as in a new process
     merging, sample = (Merging(SAVE, 4) for _ in range(2))
     dtypes = (torch.float32, torch.float32, torch.int8, torch.int8)
     added = []
@@ -184,7 +187,10 @@ def test_what_is_read_back_before_the_commit_has_the_names_of_all_parts() -> Non
             sample.add(data)
     assert added == [True, False, True, False]
     few = sample.merged(save_id=SAVE_ID, checkpoint_id=URL, is_whole=False)
-    assert find_names(few.metadata) == find_names(merging.merged(save_id=SAVE_ID, checkpoint_id=URL).metadata)
+    commit.check_readable(few.metadata, parse_url(URL))
+    with mock.patch("dcp_s3.format.metadata.load_metadata") as load:
+        commit.check_readable(merging.merged(save_id=SAVE_ID, checkpoint_id=URL).metadata, parse_url(URL))
+    assert not load.called, "it names what was read back already"
     assert len(load_metadata(few.metadata, url=URL).storage_data) == 4
 
 

@@ -211,6 +211,29 @@ def test_the_drain_of_an_earlier_save_does_not_make_the_next_one_fail(spill: Spi
     assert len(spill.list_data(url)) == 1
 
 
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_what_another_save_commits_meanwhile_is_not_replaced(spill: Spill, overwrite: bool) -> None:
+    """Without overwrite nothing is; with it, what began later stays."""
+    url = spill.url("last")
+    if overwrite:
+        spill.save_to_s3(url, small_state(0))
+    began = Beginning(time.time() + (100 if overwrite else -100))
+
+    def commit_another(request: Any) -> None:
+        if request.operation == "PutObject" and request.key.endswith(".distcp"):
+            spill.server.rule = allow_all
+            with mock.patch("dcp_s3.save.save.Beginning", return_value=began):
+                spill.save_to_s3(url, small_state(2), overwrite=overwrite)
+
+    spill.server.rule = commit_another
+    writer = spill.writer(url, {"spill_after": 60}, overwrite=overwrite)
+    cause = cause_of(lambda: dcp.save(small_state(1), storage_writer=writer))
+    assert isinstance(cause, errors.CheckpointExistsError)
+    assert_complete(url, small_state(2))
+    assert len(spill.list_data(url)) == 1
+    spill.assert_empty()
+
+
 def test_a_save_to_a_url_for_which_one_waits_is_refused(spill: Spill) -> None:
     url = spill.url("step-1")
     spill.save(url, small_state(1))

@@ -188,6 +188,28 @@ def test_a_save_that_was_never_begun_does_not_hold_the_others_up(monkeypatch: py
     assert staged.save not in handover._saves
 
 
+def test_a_save_that_has_begun_holds_the_others_up_however_long_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handover, "_LOST_SECONDS", 0.0)
+    staged, begun, done = _staged(), threading.Event(), threading.Event()
+
+    def run() -> None:
+        assert dict(staged.items()) == {"w": 1}
+        begun.set()
+        done.wait(PATIENCE)
+
+    saving = threading.Thread(target=run, name="AsyncCheckpointExecutor_0", daemon=True)
+    saving.start()
+    assert begun.wait(PATIENCE)
+    waiting = threading.Thread(target=wait_for_saves, daemon=True)
+    waiting.start()
+    waiting.join(10 * handover._LOOK_SECONDS)
+    assert waiting.is_alive()
+    done.set()
+    waiting.join(PATIENCE)
+    assert not waiting.is_alive()
+    saving.join(PATIENCE)
+
+
 def test_two_saves_that_were_staged_at_once_do_not_wait_for_each_other() -> None:
     """Two threads that wait in `stage` for one save go on together when it ends."""
     staged = [_staged(), _staged()]
