@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 Direction = Literal["upload", "download"]
 
-_POLL_SECONDS = 0.1  # between looks at whether to give up, while a request waits
+_POLL_SECONDS = 0.1  # that a request waits for its turn before it looks whether to give up
 _LOG_SECONDS = 10.0  # between log lines about one bucket
 _LEAST_CEILING = 4  # of a gate that small requests close
 
@@ -88,14 +88,14 @@ class Gate:
         self._in_flight = self._decreases = 0
         self._decreased_at = self._throttled_at = self._logged_at = -math.inf
 
-    def enter(self, check: Callable[[], None]) -> None:
-        """Wait for a data request's turn; one call of `leave` must follow. ``check`` is called while it waits, and
-        raises to give up."""
+    def enter(self) -> bool:
+        """Wait a moment for a data request's turn; returns whether it has come. One call of `leave` must follow it."""
         with self._changed:
-            while self._in_flight + 1 > self._limit:
-                check()
+            if self._in_flight + 1 > self._limit:
                 self._changed.wait(_POLL_SECONDS)
-            self._in_flight += 1
+            has_turn = self._in_flight + 1 <= self._limit
+            self._in_flight += has_turn
+        return has_turn
 
     def leave(self, began: float, *, succeeded: bool) -> None:
         """Note the end of a data request that began at ``began`` (of time.monotonic)."""
@@ -202,15 +202,11 @@ def first_connections(latency: float) -> int:
     """Connections to begin with. 32 carry 2.7 GiB/s from S3, which few processes exceed; where there are few cores,
     more connections than needed cost the most."""
     per_core = _FAR_PER_CORE if latency >= _FAR_SECONDS else _NEAR_PER_CORE
-    return max(_FEW, min(MANY, round(per_core * cores() / local_world_size())))
-
-
-def cores() -> int:
-    """The CPU cores that this process may use."""
     try:
-        return len(os.sched_getaffinity(0))
+        cores = len(os.sched_getaffinity(0))
     except (AttributeError, OSError):  # not on every system
-        return os.cpu_count() or 1
+        cores = os.cpu_count() or 1
+    return max(_FEW, min(MANY, round(per_core * cores / local_world_size())))
 
 
 class Tuning(ReadWidth):

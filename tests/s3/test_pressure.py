@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import multiprocessing
+import os
 import random
 import threading
 import time
@@ -44,17 +45,13 @@ def _idle_host(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pressure, "_cpu_ticks", lambda: (0, 0))
 
 
-def never() -> None:
-    pytest.fail("it waits")
-
-
 def closed_gate(*, taken: bool = False) -> Gate:
     """With one place, which may be taken."""
     gate = Gate("http://host/bucket")
     while gate.state.limit != 1:
         gate.throttled(time.monotonic())
     if taken:
-        gate.enter(never)
+        assert gate.enter()
     return gate
 
 
@@ -65,7 +62,7 @@ def test_the_limit_halves_and_grows_by_one_a_round(in_flight: int, events: list[
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pressure, "time", clock)
         for _ in range(in_flight):
-            gate.enter(never)
+            assert gate.enter()
         for success, pause, took in events:
             clock.now += pause
             before = gate.state.limit
@@ -85,7 +82,7 @@ def test_the_limit_halves_and_grows_by_one_a_round(in_flight: int, events: list[
 def test_a_burst_lowers_it_once_and_what_began_before_does_not_raise_it() -> None:
     gate = Gate("test")
     for _ in range(16):
-        gate.enter(never)
+        assert gate.enter()
     for _ in range(16):
         gate.throttled(0.0)
     assert (gate.state.limit, gate.state.throttled, gate.state.decreases) == (8, 16, 1)
@@ -94,11 +91,11 @@ def test_a_burst_lowers_it_once_and_what_began_before_does_not_raise_it() -> Non
     assert gate.state.limit == 8
     rounds = 0
     while gate.state.limit is not None:
-        gate.enter(never)
+        assert gate.enter()
         gate.leave(math.inf, succeeded=True)
         rounds += 1
     assert 8 * 8 < rounds < 100, "open again at what was in flight"
-    assert all(gate.enter(never) is None for _ in range(50))
+    assert all(gate.enter() for _ in range(50))
 
 
 def slow_down(status: int = 503, code: str = "SlowDown") -> boto.ClientError:
@@ -152,7 +149,7 @@ def test_a_throttled_request_has_no_place_while_it_waits_and_small_ones_need_non
     with ThreadPoolExecutor(1) as pool:
         throttled = pool.submit(call, lambda: _fail_once(failures), gate, limit=Limit(cancel=Waits()))
         assert waiting.wait(LONG)
-        gate.enter(never)
+        assert gate.enter()
         assert call(lambda: "small", gate, data=False) == "small"
         gate.leave(0, succeeded=False)
         go_on.set()
@@ -207,7 +204,7 @@ def _in_child(sender: Any) -> None:
 
 def test_a_forked_child_has_a_limit_of_its_own() -> None:
     gate = S3Store("x", Settings()).known.gate
-    gate.enter(never)
+    assert gate.enter()
     gate.throttled(time.monotonic())
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
@@ -319,7 +316,7 @@ def test_connections_whose_worth_a_transfer_did_not_see_are_judged_by_the_next(a
 def test_a_transfer_begins_with_as_many_as_keep_cores_busy(
     cores: int, ranks: int, latency: float, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pressure, "cores", lambda: cores)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(cores))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
     assert pressure.first_connections(latency) == count
 
@@ -327,7 +324,7 @@ def test_a_transfer_begins_with_as_many_as_keep_cores_busy(
 @pytest.mark.parametrize("delay", [0.0, 0.1])
 def test_a_store_that_answers_late_is_far(faulty: FaultyServer, delay: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also by an answer that something is missing, and a rank that asks for nothing beforehand by its first upload."""
-    monkeypatch.setattr(pressure, "cores", lambda: 2)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(2))
     monkeypatch.setattr(pressure, "_FAR_SECONDS", 0.09)  # a busy host answers late
     faulty.rule = lambda request: Fault.delay(delay) if request.operation != "UploadPart" else None
     store = S3Store(BUCKET, Settings())
