@@ -10,7 +10,6 @@ import enum
 import functools
 import logging
 import math
-import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType

@@ -40,7 +40,7 @@ _LEAST_CEILING = 4  # of a gate that small requests close
 # After a change, until new connections are made and answered (and their latency); then bytes are counted for so long.
 _SETTLE_SECONDS, _WINDOW_SECONDS = 0.1, 0.2
 _CALM_SECONDS = 1.0  # without throttling before bytes per second say something
-_FEW, MANY = 4, 32
+_FEW, MANY = 4, 32  # connections to begin with: 32 carry 2.7 GiB/s from S3, which few processes exceed
 # Connections to begin with for each core of a process: it is busy with two that are fast, and with 16 at 90 MB/s.
 _NEAR_PER_CORE, _FAR_PER_CORE = 2, 16
 _FAR_SECONDS = 0.015
@@ -165,7 +165,7 @@ class Width:
     """The connections of one direction to one bucket."""
 
     connections: int
-    """Connections that a transfer begins with."""
+    """Those that a transfer begins with."""
     rate: float = 0.0
     """Bytes per second when it was last measured; 0 before."""
     known_until: float = -math.inf
@@ -191,29 +191,23 @@ class KnownBucket:
         """Fewest seconds that a small request has waited for the head of its answer; 0 before any has."""
 
     def width(self, direction: Direction) -> Width:
-        """The connections of one direction."""
+        """The connections of one direction. Where nothing was measured they follow from the latency, and from the cores
+        that this process may use: where there are few, more connections than needed cost the most."""
         width = self.widths.setdefault(direction, Width(0))
-        if not width.rate:  # nothing was measured
-            width.connections = first_connections(self.latency)
+        if not width.rate:
+            try:
+                cores = len(os.sched_getaffinity(0))
+            except (AttributeError, OSError):  # not on every system
+                cores = os.cpu_count() or 1
+            per_core = _FAR_PER_CORE if self.latency >= _FAR_SECONDS else _NEAR_PER_CORE
+            width.connections = max(_FEW, min(MANY, round(per_core * cores / local_world_size())))
         return width
-
-
-def first_connections(latency: float) -> int:
-    """Connections to begin with. 32 carry 2.7 GiB/s from S3, which few processes exceed; where there are few cores,
-    more connections than needed cost the most."""
-    per_core = _FAR_PER_CORE if latency >= _FAR_SECONDS else _NEAR_PER_CORE
-    try:
-        cores = len(os.sched_getaffinity(0))
-    except (AttributeError, OSError):  # not on every system
-        cores = os.cpu_count() or 1
-    return max(_FEW, min(MANY, round(per_core * cores / local_world_size())))
 
 
 class Tuning(ReadWidth):
     """Adapts the connections of one transfer while it runs.
 
     Args:
-        name: of the transfer, for the log.
         resize: called with a new number of connections, by a thread that notes bytes.
         is_busy: whether all connections are in use.
         most: the highest number.
@@ -223,7 +217,7 @@ class Tuning(ReadWidth):
         self, known: KnownBucket, direction: Direction, *, resize: Callable[[int], None], is_busy: Callable[[], bool],
         most: int,
     ) -> None:  # fmt: skip
-        self._known, self._name, self._width = known, f"{direction}s: {known.name}", known.width(direction)
+        self._known, self._direction, self._width = known, direction, known.width(direction)
         self.connections = min(self._width.connections, most)
         self._resize, self._is_busy, self._most = resize, is_busy, most
         self._lock = threading.Lock()
@@ -235,7 +229,7 @@ class Tuning(ReadWidth):
     def begin(self) -> None:
         """Begin with more connections if it has turned out meanwhile that the store is far away."""
         with self._lock:
-            first = min(first_connections(self._known.latency), self._most)
+            first = min(self._known.width(self._direction).connections, self._most)
             if not self._width.rate and not self._is_over and first > self.connections:
                 self._change(first)
 
@@ -274,12 +268,13 @@ class Tuning(ReadWidth):
 
     def _change(self, connections: int) -> None:
         before, rate = self.connections, format_size(int(self._width.rate))
-        logger.debug("%s: %d connections carried %s/s; %d from now on", self._name, before, rate, connections)
+        name = f"{self._direction}s: {self._known.name}"
+        logger.debug("%s: %d connections carried %s/s; %d from now on", name, before, rate, connections)
         try:
             self._resize(connections)
         except (RuntimeError, DcpS3Error) as error:
             self._is_over = True
-            logger.warning("%s: %d connections stay: no thread can be started: %s", self._name, before, error)
+            logger.warning("%s: %d connections stay: no thread can be started: %s", name, before, error)
             return
         self.connections = self._width.connections = connections
         self._count, self._since = 0, time.monotonic() + _SETTLE_SECONDS + self._known.latency

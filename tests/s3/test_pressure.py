@@ -232,7 +232,7 @@ class Transfer:
         self.sizes: list[int] = []
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(pressure, "time", self)
-            patch.setattr(pressure, "first_connections", lambda _: width.connections)
+            patch.setattr(KnownBucket, "width", lambda *_: width)
             self.tuning = Tuning(
                 self.known, "upload", resize=self.sizes.append, is_busy=lambda: self.is_busy, most=most
             )
@@ -318,7 +318,9 @@ def test_a_transfer_begins_with_as_many_as_keep_cores_busy(
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(cores))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
-    assert pressure.first_connections(latency) == count
+    known = KnownBucket("test")
+    known.latency = latency
+    assert known.width("upload").connections == count
 
 
 @pytest.mark.parametrize("delay", [0.0, 0.1])
@@ -370,7 +372,8 @@ def large_state(value: float) -> dict[str, Any]:
 @pytest.fixture
 def widened(monkeypatch: pytest.MonkeyPatch) -> None:
     """A transfer begins with two connections, and has five (or its ceiling) after the first bytes."""
-    monkeypatch.setattr(pressure, "first_connections", lambda _: 2)
+    for name, value in {"_FEW": 2, "_NEAR_PER_CORE": 0, "_FAR_PER_CORE": 0}.items():
+        monkeypatch.setattr(pressure, name, value)
 
     def moved(self: Tuning, count: int) -> None:
         if not self._is_over and self.connections < 5:
