@@ -14,7 +14,7 @@ from botocore.exceptions import ClientError
 from dcp_s3 import errors
 from dcp_s3.s3.bucket import Bucket, Quirk, Send, learn, server_time, timestamp
 from dcp_s3.s3.diagnosis import answered_code, answered_status, classify
-from dcp_s3.store import DeleteTarget, ListedObject, Page, Upload, batches, same_etag
+from dcp_s3.store import BATCH, DeleteTarget, ListedObject, Page, Upload, same_etag
 
 # Error codes for a key that was not deleted because it has another ETag, and for one that is not there.
 _CHANGED = frozenset({"PreconditionFailed", "ConditionalRequestConflict"})
@@ -101,9 +101,10 @@ def delete(bucket: Bucket, targets: Iterable[str | DeleteTarget]) -> list[str]:
     Returns:
         Keys left alone because their objects have another ETag. Stores without conditional deletes ignore ETags.
     """
-    left: list[str] = []
-    for batch in batches([DeleteTarget(each) if isinstance(each, str) else each for each in targets]):
-        pending, refused, is_many = list(batch), list[DeleteTarget](), len(batch) > 1
+    left, wanted = list[str](), [DeleteTarget(each) if isinstance(each, str) else each for each in targets]
+    for start in range(0, len(wanted), BATCH):
+        pending, refused = wanted[start : start + BATCH], list[DeleteTarget]()
+        is_many = len(pending) > 1
         while pending and is_many and Quirk.NO_BATCH_DELETES not in bucket.known.quirks:
             before = len(pending)
             attempt = functools.partial(_delete_many, pending, refused)

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 
 import dcp_s3
 from dcp_s3 import S3StorageReader, S3StorageWriter, errors
-from dcp_s3.limit import UNLIMITED, Cancelled, Limit
+from dcp_s3.limit import UNLIMITED, Cancelled, Limit, Progress
 from dcp_s3.memory import Piece
 from dcp_s3.s3 import pressure, retry
 from dcp_s3.s3.multipart import GETS_PER_SECOND, PUTS_PER_SECOND, plan_part_size
@@ -167,6 +167,8 @@ def test_waiting_at_the_gate_uses_up_the_patience_and_ends_when_it_is_cancelled(
     with pytest.raises(errors.TransferError, match="S3 throttles") as failure:
         call(lambda: pytest.fail("not its turn"), gate, limit=Limit(patience=0.05))
     assert failure.value.key == "k"
+    with pytest.raises(errors.DeadlineExceededError, match="next to nothing moved"):
+        call(lambda: pytest.fail("not its turn"), gate, limit=Limit(progress=Progress(0.2)))
     assert gate.state.in_flight == 1
 
 
