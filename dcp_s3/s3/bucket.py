@@ -79,7 +79,6 @@ class Bucket:
         *,
         attempt: Callable[[Send], dict[str, Any]] | None = None,
         data: bool = False,
-        attempts: int | None = None,
     ) -> dict[str, Any]:
         """Send a request until it succeeds. With ``data`` each attempt waits for its turn while S3 throttles.
 
@@ -88,7 +87,6 @@ class Bucket:
             key: object key, or prefix, for messages.
             arguments: as boto3 takes them, without those that all requests have.
             attempt: sends it once, by what it is called with, and returns the answer.
-            attempts: most attempts, instead of those of settings and limit.
 
         Returns:
             boto3's answer; its ``Body``, if there is one, has been read.
@@ -108,7 +106,7 @@ class Bucket:
         rate = settings.max_bandwidth
         tries = Attempts(
             operation, self.name, key, limit=limit, stall=settings.stall_timeout,
-            most=attempts or min(settings.retry_attempts, limit.attempts or settings.retry_attempts),
+            most=min(settings.retry_attempts, limit.attempts or settings.retry_attempts),
             hang=min(settings.read_timeout, math.inf if limit.hang is None else limit.hang),
             pace=None if rate is None else paces.setdefault(rate, Pace(rate)),
         )  # fmt: skip
