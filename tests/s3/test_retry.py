@@ -266,6 +266,15 @@ def test_s3_may_be_long_at_work_if_it_says_so(
     assert faulty.s3.read(BUCKET, "to") == data
 
 
+def test_an_answer_that_trickles_without_a_pause_ends(faulty: FaultyServer) -> None:
+    """No timeout of a socket is ever over."""
+    store = S3Store(BUCKET, Settings(stall_timeout=1.0))
+    store.put("k", b"abc")
+    faulty.rule = lambda _: Fault.drip(100)
+    with pytest.raises(errors.DeadlineExceededError, match=STALL_SETTING):
+        store.get("k")
+
+
 def test_what_is_sent_again_and_slowly_ends() -> None:
     body, sent = GatherBody([memoryview(bytes(3 * MIB))]), list[int]()
 
