@@ -275,6 +275,15 @@ def test_an_answer_that_trickles_without_a_pause_ends(faulty: FaultyServer) -> N
         store.get("k")
 
 
+def test_a_large_object_may_take_longer_than_that_if_it_moves(faulty: FaultyServer) -> None:
+    store, data = S3Store(BUCKET, Settings(stall_timeout=2.0, retry_attempts=1)), bytes(12 * MIB)
+    store.put("k", data)
+    faulty.once("GetObject", Fault.crawl(4 * MIB))
+    began = time.monotonic()
+    assert store.get("k").data == data
+    assert time.monotonic() - began > 2.0, "the answer came slowly"
+
+
 def test_what_is_sent_again_and_slowly_ends() -> None:
     body, sent = GatherBody([memoryview(bytes(3 * MIB))]), list[int]()
 
