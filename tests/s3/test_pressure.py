@@ -156,6 +156,16 @@ def test_a_throttled_request_has_no_place_while_it_waits_and_small_ones_need_non
         assert throttled.result(LONG) == "done"
 
 
+def test_only_what_succeeds_opens_the_gate() -> None:
+    gate = closed_gate()
+    for error in (KeyError("x"), ConnectionResetError()):
+        with pytest.raises((KeyError, errors.TransferError)):
+            call(lambda error=error: _fail_once([error]), gate, limit=Limit(patience=0.0))
+        assert gate.state.limit == 1
+    call(lambda: "done", gate)
+    assert gate.state.limit == 2
+
+
 def test_waiting_at_the_gate_uses_up_the_patience_and_ends_when_it_is_cancelled() -> None:
     gate, cancel = closed_gate(taken=True), threading.Event()
     with ThreadPoolExecutor(1) as pool:

@@ -223,6 +223,7 @@ def test_many_are_under_way_at_once_but_not_more_than_that_also_inside_another()
 
     def inner(store: MemoryStore, item: int) -> int:
         assert free.acquire(blocking=False), "more than that"
+        time.sleep(0.001)
         free.release()
         return item
 
