@@ -333,6 +333,10 @@ def test_a_transfer_begins_with_as_many_as_keep_cores_busy(
     known = KnownBucket("test")
     known.latency = latency
     assert known.width("upload").connections == count
+    known.widths["upload"].connections = 7
+    assert known.width("upload").connections == count, "nothing was measured"
+    known.widths["upload"] = Width(7, rate=1e6)
+    assert known.width("upload").connections == 7
 
 
 @pytest.mark.parametrize("delay", [0.0, 0.1])
