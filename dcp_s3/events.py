@@ -252,9 +252,8 @@ def emit(event: Event, listener: Listener | None = None) -> None:
         group, new = _SUMS[type(event)](event)
         with _lock:
             totals = getattr(_totals, group)
-            added = {name: getattr(totals, name) + value for name, value in new.items() if name not in _LATEST}
-            latest = {name: value for name, value in new.items() if name in _LATEST}
-            _totals = replace(_totals, **{group: replace(totals, **added, **latest)})
+            new = {name: each if name in _LATEST else getattr(totals, name) + each for name, each in new.items()}
+            _totals = replace(_totals, **{group: replace(totals, **new)})
     for each in [*([] if listener is None else [listener]), *_listeners.values()]:
         try:
             each(event)

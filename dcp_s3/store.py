@@ -407,8 +407,3 @@ class PlainBatch(Batch):
 def same_etag(one: str | None, other: str | None) -> bool:
     """Whether two ETags are the same, quotes aside: some stores leave them out at times."""
     return (one or "").strip('"') == (other or "").strip('"')
-
-
-def batches(targets: Sequence[DeleteTarget]) -> Sequence[Sequence[DeleteTarget]]:
-    """Split the targets into runs that one request takes."""
-    return [targets[start : start + BATCH] for start in range(0, len(targets), BATCH)]

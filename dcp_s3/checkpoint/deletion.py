@@ -42,7 +42,7 @@ from dcp_s3.format.layout import (
 from dcp_s3.format.saved_entries import needed_objects
 from dcp_s3.limit import Deadline, Limit
 from dcp_s3.process import torch_imported_alone
-from dcp_s3.store import DeleteTarget, Store, batches, same_etag
+from dcp_s3.store import BATCH, DeleteTarget, Store, same_etag
 from dcp_s3.url import CheckpointURL
 
 logger = logging.getLogger(__name__)
@@ -298,7 +298,7 @@ class Deleter:
             with self.slots:
                 return store.delete(batch)
 
-        runs = batches(targets)
+        runs = [targets[start : start + BATCH] for start in range(0, len(targets), BATCH)]
         one_by_one = look is not None or len(runs) == 1
         changed = [delete(self.store, each) for each in runs] if one_by_one else self.store.map(delete, runs)
         return [key for each in changed for key in each]

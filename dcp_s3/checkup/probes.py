@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import string
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -88,8 +88,8 @@ class Examination:
         key."""
         if name is not None:
             arguments["Key"] = self.key(name)
-        key, store = arguments.get("Key", ""), store_of(self.url, self.settings, _LIMIT)
-        return store.request(operation, key, arguments, attempts=attempts)
+        limit = replace(_LIMIT, attempts=attempts or _LIMIT.attempts)
+        return store_of(self.url, self.settings, limit).request(operation, arguments.get("Key", ""), arguments)
 
     def attempt(
         self, refusals: Collection[int], operation: str, name: str | None = None, **arguments: Any

@@ -152,7 +152,7 @@ class _Response(http.client.HTTPResponse):
         attempts, began, raw = this_thread.attempts, time.monotonic(), vars(self.fp.raw)
         if "_sock" in raw:
             receive, wait = raw["_sock"].recv_into, attempts.receive
-            raw["readinto"] = lambda buffer: wait(receive, buffer, looks=True)
+            raw["readinto"] = lambda buffer: wait(receive, buffer)
             if attempts is not UNBOUNDED:
                 raw["_sock"].settimeout(attempts.tick)
         super().begin()

@@ -10,7 +10,6 @@ import enum
 import functools
 import logging
 import math
-import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -26,7 +25,7 @@ from dcp_s3.s3.body import GatherBody
 from dcp_s3.s3.client import forget_client, get_client
 from dcp_s3.s3.diagnosis import REQUEST_ERRORS, answered_code, answered_status, to_storage_error
 from dcp_s3.s3.pressure import KnownBucket, Pace, known_buckets, paces
-from dcp_s3.s3.retry import Attempts
+from dcp_s3.s3.retry import Attempts, this_thread
 from dcp_s3.settings import Settings
 from dcp_s3.store import Expect, ObjectHead, StoredObject, UserMetadata
 from dcp_s3.workers import Workers
@@ -78,10 +77,8 @@ class Bucket:
         key: str,
         arguments: Mapping[str, Any] = MappingProxyType({}),
         *,
-        attempt: Callable[[Send], None] | None = None,
-        cancel: threading.Event | None = None,
+        attempt: Callable[[Send], dict[str, Any]] | None = None,
         data: bool = False,
-        attempts: int | None = None,
     ) -> dict[str, Any]:
         """Send a request until it succeeds. With ``data`` each attempt waits for its turn while S3 throttles.
 
@@ -89,14 +86,12 @@ class Bucket:
             operation: S3's name of the operation.
             key: object key, or prefix, for messages.
             arguments: as boto3 takes them, without those that all requests have.
-            attempt: sends it once, by what it is called with, instead of that: for requests without a result.
-            cancel: instead of the limit's.
-            attempts: most attempts, instead of those of settings and limit.
+            attempt: sends it once, by what it is called with, and returns the answer.
 
         Returns:
             boto3's answer; its ``Body``, if there is one, has been read.
         """
-        settings, limit, common = self.settings, self.limit, {"Bucket": self.name}
+        settings, limit, common = self.settings, self.limit, {"Bucket": self.name, **arguments}
         try:
             client = get_client(settings)
         except REQUEST_ERRORS as error:  # no such profile
@@ -105,36 +100,18 @@ class Bucket:
             common["ExpectedBucketOwner"] = settings.expected_bucket_owner
         if settings.requester_pays and "Bucket" not in operation and operation not in _OF_THE_OWNER:
             common["RequestPayer"] = "requester"
+        send = functools.partial(getattr(client, xform_name(operation)), **common)
+        if attempt is None and operation == "GetObject":
+            attempt = _read_whole
         rate = settings.max_bandwidth
         tries = Attempts(
-            operation, self.name, key, limit=limit if cancel is None else replace(limit, cancel=cancel),
-            stall=settings.stall_timeout,
-            most=attempts or min(settings.retry_attempts, limit.attempts or settings.retry_attempts),
+            operation, self.name, key, limit=limit, stall=settings.stall_timeout,
+            most=min(settings.retry_attempts, limit.attempts or settings.retry_attempts),
             hang=min(settings.read_timeout, math.inf if limit.hang is None else limit.hang),
             pace=None if rate is None else paces.setdefault(rate, Pace(rate)),
         )  # fmt: skip
-
-        send = functools.partial(getattr(client, xform_name(operation)), **common)
-
-        def once() -> dict[str, Any]:
-            if attempt is not None:
-                attempt(send)
-                return {}
-            answer: dict[str, Any] = send(**arguments)
-            body, size = answer.get("Body"), answer.get("ContentLength") or 0
-            if body is None:
-                return answer
-            if size <= _BLOCK:
-                return {**answer, "Body": body.read()}
-            found = bytearray()
-            while block := body.read(_BLOCK):
-                found += block
-                tries.progress.moved(len(block))
-                tries.check()
-            return {**answer, "Body": found}
-
         try:
-            return tries.run(once, self.known, data=data)
+            return tries.run(send if attempt is None else functools.partial(attempt, send), self.known, data=data)
         except errors.CredentialsError:
             forget_client(client)  # the next save or load looks for credentials again
             raise
@@ -231,6 +208,19 @@ class Bucket:
             condition = {}
 
 
+def _read_whole(send: Send) -> dict[str, Any]:
+    """Send a request once, and read the body of its answer."""
+    answer = send()
+    body = answer["Body"]
+    if (answer.get("ContentLength") or 0) <= _BLOCK:
+        return {**answer, "Body": body.read()}
+    found = bytearray()
+    while block := body.read(_BLOCK):
+        found += block
+        this_thread.attempts.progress.moved(len(block))
+    return {**answer, "Body": found}
+
+
 def _user_metadata(answer: Mapping[str, Any]) -> dict[str, str]:
     """User metadata of a GetObject or HeadObject, names in lower case: rclone capitalises them."""
     return {name.lower(): value for name, value in (answer.get("Metadata") or {}).items()}
@@ -277,8 +267,15 @@ def map_in_threads(store: SelfBucket, function: Callable[[SelfBucket, T], U], it
     """See `Store.map`."""
     items, caller, failures = list(items), store.limit.cancel, list[BaseException]()
     room = caller.share if isinstance(caller, _Failed) else AT_ONCE
-    failed, most = _Failed(caller), min(room, len(items))
-    failed.share = room // max(1, len(items))
+    if min(room, len(items)) <= 1:  # in this thread
+        results = []
+        for item in items:
+            if caller is not None and caller.is_set():
+                raise Cancelled
+            results.append(function(store, item))
+        return results
+    failed = _Failed(caller)
+    failed.share = room // len(items)
     bounded = store.within(replace(store.limit, cancel=failed))
 
     def work(item: T) -> Any:
@@ -290,12 +287,9 @@ def map_in_threads(store: SelfBucket, function: Callable[[SelfBucket, T], U], it
             failures.append(error)
             failed.set()
 
-    workers = Workers(most, "dcp_s3-requests")
+    workers = Workers(min(room, len(items)), "dcp_s3-requests")
     try:
-        if most <= 1:
-            results = [work(item) for item in items]
-        else:
-            results = [result.result() for result in [workers.submit(work, item) for item in items]]
+        results = [result.result() for result in [workers.submit(work, item) for item in items]]
     except BaseException:  # an interrupt of the caller
         failed.set()
         raise

@@ -11,7 +11,6 @@ import functools
 import platform
 import re
 import threading
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 from xml.sax.saxutils import escape
 
@@ -87,21 +86,18 @@ def get_client(settings: Settings) -> Any:
     if client is None:
         with _lock:
             client = _clients.get(key)
-            if client is None:
-                client = _clients[key] = _make_client(settings)
-                if len(_clients) > _MOST_CLIENTS:
-                    _clients.pop(next(iter(_clients))).close()  # requests under way go on
-    return client
-
-
-def _make_client(settings: Settings) -> Any:
-    core = botocore.session.Session()  # creating clients from the default one: not thread safe
-    options, config = client_options(settings, core)
-    client = boto3.session.Session(botocore_session=core).client("s3", config=Config(**config), **options)
-    for operation in ("UploadPart", "PutObject"):
-        client.meta.events.register(f"before-send.s3.{operation}", send_without_copy)
-    client.meta.events.register("before-parse.s3.*", _check)
-    make_abortable(client)
+            if client is not None:
+                return client
+            core = botocore.session.Session()  # creating clients from the default one: not thread safe
+            options, config = client_options(settings, core)
+            client = boto3.session.Session(botocore_session=core).client("s3", config=Config(**config), **options)
+            for operation in _WRITES:
+                client.meta.events.register(f"before-send.s3.{operation}", send_without_copy)
+            client.meta.events.register("before-parse.s3.*", _check)
+            make_abortable(client)
+            _clients[key] = client
+            if len(_clients) > _MOST_CLIENTS:
+                _clients.pop(next(iter(_clients))).close()  # requests under way go on
     return client
 
 
@@ -170,17 +166,9 @@ def _profile(session: Any) -> str:
 # lacks it counts as a 500, so that the request is retried.
 
 # Statuses of operations that succeeded: https://docs.aws.amazon.com/AmazonS3/latest/API/API_Operations_Amazon_Simple_Storage_Service.html
-_OK = frozenset({200})
-_STATUS = {
-    "AbortMultipartUpload": frozenset({204}),
-    "DeleteObject": frozenset({204}),
-    "GetObject": frozenset({200, 206}),
-    "HeadObject": frozenset({200, 206}),
-}
-_WITH_ETAG = frozenset({"GetObject", "HeadObject", "PutObject", "UploadPart"})
-_WITH_LENGTH = frozenset({"GetObject", "HeadObject"})
-_WITH_TIME = frozenset({"HeadObject"})
-_WITHOUT_BODY = frozenset({"PutObject", "UploadPart"})
+_STATUS = {"AbortMultipartUpload": (204,), "DeleteObject": (204,), "GetObject": (200, 206), "HeadObject": (200, 206)}
+_READS, _WRITES = frozenset({"GetObject", "HeadObject"}), frozenset({"PutObject", "UploadPart"})
+_WITH_ETAG = _READS | _WRITES
 # Start of the name of the answer's root: stores differ in the rest of it (Result, Response, nothing).
 _ROOTS = {
     "CompleteMultipartUpload": b"CompleteMultipartUpload",
@@ -222,31 +210,34 @@ def _check(operation_model: Any, response_dict: dict[str, Any], **_: Any) -> Non
         root = _root_of(body)
         is_last = operation not in _NEXT or not _TRUNCATED.search(body) or _NEXT[operation] in body
         has_id = operation != "CreateMultipartUpload" or b"UploadId>" in body
-        is_whole = status in _STATUS.get(operation, _OK) and root.startswith(_ROOTS[operation]) and has_id and is_last
+        is_whole = status == 200 and root.startswith(_ROOTS[operation]) and has_id and is_last
         if not is_whole and root != b"Error":  # S3 began to answer before it failed: botocore makes an error of it
             code = "NotAnsweredByS3"
     else:
         etag, length = headers.get("etag", ""), headers.get("content-length", "")
         if (
-            status not in _STATUS.get(operation, _OK)
+            status not in _STATUS.get(operation, (200,))
             or (operation in _WITH_ETAG and (not etag or (etag[0] == '"') != (len(etag) > 1 and etag[-1] == '"')))
-            or (operation in _WITH_LENGTH and not length.isdigit() and "transfer-encoding" not in headers)
-            or (operation in _WITH_TIME and not _TIME.fullmatch(headers.get("last-modified", "")))
-            or (operation in _WITHOUT_BODY and body.strip())
+            or (operation in _READS and not length.isdigit() and "transfer-encoding" not in headers)
+            or (operation == "HeadObject" and not _TIME.fullmatch(headers.get("last-modified", "")))
+            or (operation in _WRITES and body.strip())
         ):
             code = "NotAnsweredByS3"
-        elif operation in _WITHOUT_BODY:
+        elif operation in _WRITES:
             for name, sent in this_thread.checksums.items():
                 stored = headers.get(name, sent)  # stores that know a checksum send it back
                 if stored != sent:
                     code = "BadDigest"
                     message = f"what was stored has another checksum: {name} is {stored}, expected {sent}"
     if code:
+        kind = f", type {headers['content-type']}" if headers.get("content-type") else ""
         if hasattr(body, "close"):
             body.close()
+        elif body:
+            kind += f", beginning with {body[:40].decode('utf-8', 'replace')!r}"
         message = message or (
-            f"the answer, with status {status}{_describe(headers, body)}, is none of S3's to {operation}, or not "
-            "whole. Either it was cut off, or a proxy or captive portal on the way gave it in the place of S3"
+            f"the answer, with status {status}{kind}, is none of S3's to {operation}, or not whole. Either it was cut "
+            "off, or a proxy or captive portal on the way gave it in the place of S3"
         )
         text = f"<Error><Code>{code}</Code><Message>{escape(message)}</Message></Error>"
         response_dict["status_code"], response_dict["body"] = 500, text.encode()
@@ -265,10 +256,3 @@ def _root_of(body: bytes) -> bytes:
     name = found[1]
     has_end = re.search(rb"</(?:\w+:)?" + name + rb"\s*>\s*$", body[-200:])
     return name if has_end or re.compile(rb"[^<]*/>\s*$").match(body, found.end(1)) else b""
-
-
-def _describe(headers: Mapping[str, str], body: Any) -> str:
-    kind = headers.get("content-type", "")
-    begins = repr(body[:40].decode("utf-8", "replace")) if isinstance(body, bytes) and body else ""
-    known = [f"type {kind}"] * bool(kind) + [f"beginning with {begins}"] * bool(begins)
-    return f" ({', '.join(known)})" if known else ""

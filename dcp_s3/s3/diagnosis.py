@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import http.client
 import logging
-import threading
 import time
 from collections.abc import Collection
 from typing import NamedTuple
@@ -22,7 +21,7 @@ AGAIN = 300.0
 """Seconds for which a cause is not named again."""
 
 _told: dict[str, float] = {}
-_lock = threading.Lock()
+reset_in_child(_told.clear)
 
 _RETRYABLE_STATUS = frozenset({408, 409, 425, 429})
 # 5xx that last: what is not implemented never will be. Proxies have many 5xx of their own (Cloudflare's 520 to 530).
@@ -115,10 +114,8 @@ def classify(error: BaseException | None) -> Failure:
     """What is to be known of an error of botocore or below."""
     if isinstance(error, boto.ClientError):
         answer = error.response.get("Error", {})
-        code, status = (
-            str(answer.get("Code", "")),
-            int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)),
-        )
+        code = str(answer.get("Code", ""))
+        status = int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
         is_passing = status in _RETRYABLE_STATUS or (500 <= status < 600 and status not in _LASTING_STATUS)
         return Failure(
             code, status, f"{code or 'Unknown'}: {answer.get('Message', '')}".rstrip(". :"),
@@ -170,9 +167,7 @@ def to_storage_error(error: Exception, operation: str, bucket: str, key: str, at
         if kind is errors.AccessDeniedError:
             needed = f"{permission_of(operation)} here"
             if needed == "s3:GetObject here":
-                needed = (
-                    "s3:GetObject and s3:ListBucket here (without s3:ListBucket a missing object reads as forbidden)"
-                )
+                needed = "s3:GetObject and s3:ListBucket here (without it a missing object reads as forbidden)"
             remedy = f"the credentials need {needed}; {remedy}"
     where = f"s3://{bucket}/{key}" if key else f"bucket {bucket!r}"
     tries = f" after {attempts} attempts" if attempts > 1 else ""
@@ -188,13 +183,6 @@ def permission_of(operation: str) -> str:
 # --- retries are said at once, and once for each cause ---------------------------------------------
 
 
-@reset_in_child
-def _begin_anew() -> None:
-    global _lock
-    _lock = threading.Lock()
-    _told.clear()
-
-
 def tell_retry(error: Exception, bucket: str, *, made: int, attempts: int, wait: float) -> None:
     """Log at INFO why a request is tried again in ``wait`` seconds, unless the same was said in the last `AGAIN`
     seconds."""
@@ -206,8 +194,7 @@ def tell_retry(error: Exception, bucket: str, *, made: int, attempts: int, wait:
         host = urlsplit(str(getattr(error, "kwargs", {}).get("endpoint_url", ""))).netloc.rpartition("@")[2]
         cause = f"{host or f'the endpoint of bucket {bucket!r}'} does not answer ({type(error).__name__})"
     now = time.monotonic()
-    with _lock:
-        if now - _told.get(cause, -AGAIN) < AGAIN:
-            return
+    last = _told.setdefault(cause, now)  # one operation: of many threads only one is the first
+    if last == now or now - last >= AGAIN:
         _told[cause] = now
-    logger.info("%s: attempt %d of %d, waiting %.1f s", cause, made + 1, attempts, wait)
+        logger.info("%s: attempt %d of %d, waiting %.1f s", cause, made + 1, attempts, wait)

@@ -12,6 +12,7 @@ import mmap
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from botocore.exceptions import ClientError
@@ -49,12 +50,13 @@ def read(
     own, hedges, deadline = race.own, race.hedges, store.limit.deadline
     if not own.total:
         return
+    bounded = store.within(replace(store.limit, cancel=own.stop))
     hedges.enter(race.look)
     try:
         while True:
             before = own.done
             try:
-                store.request("GetObject", key, attempt=own.attempt, cancel=own.stop, data=True)
+                bounded.request("GetObject", key, attempt=own.attempt, data=True)
                 return
             except (Cancelled, errors.TransferError) as error:
                 if isinstance(error, errors.TransferError):
@@ -73,7 +75,14 @@ def read(
                 own.advance(view.nbytes)
             return
     finally:
-        race.close()
+        own.stop.set()
+        with own.lock:
+            race.is_closed = True
+        hedges.leave(race.look)
+        if (second := race.second) is not None:
+            second.break_off()
+        if race.thread is not None:
+            race.thread.join()
 
 
 class _Request(Flight):
@@ -125,15 +134,15 @@ class _Request(Flight):
         if self._moved is not None:
             self._moved(count)
 
-    def attempt(self, send: Send) -> None:
-        """Try once to fetch what is still missing."""
+    def attempt(self, send: Send) -> dict[str, Any]:
+        """Try once to fetch what is still missing; returns the answer, whose body has been read."""
         byte_range = f"bytes={self.start + self.done}-{self.start + self.total - 1}"
         expected, began, etag = self.total - self.done, time.monotonic(), self.etag
         before, this_thread.flight = this_thread.flight, self
         try:
             self.moves, self.awaits = self.moves + 1, 0
             answer = send(Key=self._key, Range=byte_range, **({"IfMatch": etag[0]} if etag else {}))
-            head_at, attempts, awaited, complete = time.monotonic(), this_thread.attempts, 0, False
+            head_at, progress, awaited, complete = time.monotonic(), this_thread.attempts.progress, 0, False
             body, found, length = answer["Body"], answer.get("ETag"), answer.get("ContentLength")
             try:
                 if not etag and found:
@@ -149,7 +158,6 @@ class _Request(Flight):
                 while self.done < self.total:
                     if self.stop.is_set():
                         raise Cancelled
-                    attempts.check()
                     view = self.view
                     if not awaited:
                         awaited = view.nbytes
@@ -160,11 +168,12 @@ class _Request(Flight):
                         raise TruncatedBodyError(f"the body of {byte_range} ended {missing} bytes early")
                     awaited -= count
                     self.advance(count)
-                    attempts.progress.moved(count)
+                    progress.moved(count)
                 complete = True
             finally:
                 finish_response(body, complete=complete)
             self._hedges.completed(head_at - began, time.monotonic() - head_at, expected)
+            return answer
         except Exception as error:
             if not self.stop.is_set():
                 raise
@@ -187,30 +196,16 @@ class Race:
         stop = LinkedEvent(store.limit.cancel)
         self.own = _Request(key, start, targets, [] if etag is None else [etag], stop, self.hedges, moved=moved)
         self.second: _Request | None = None
-        self._thread: threading.Thread | None = None
-        self._is_closed = False
-
-    def close(self) -> None:
-        """End what is under way."""
-        with self.own.lock:
-            self._is_closed = True
-        self.hedges.leave(self.look)
-        self._break_off_second()
-        if self._thread is not None:
-            self._thread.join()
-
-    def _break_off_second(self) -> None:
-        second = self.second
-        if second is not None:
-            second.stop.set()
-            second.break_off()
+        self.thread: threading.Thread | None = None
+        self.is_closed = False
 
     def look(self, elapsed: float) -> None:
         """Begin a second request if the reader's own straggles, ``elapsed`` seconds after the last look."""
         own, cancel = self.own, self._store.limit.cancel
         if cancel is not None and cancel.is_set():
-            own.break_off()
-            self._break_off_second()
+            for request in (own, self.second):
+                if request is not None:
+                    request.break_off()
             return
         moves, awaits = own.moves, own.awaits
         if awaits is None or moves != own.seen:
@@ -220,7 +215,7 @@ class Race:
         known, settings = self._store.known, self._store.settings
         if (
             own.idle <= self.hedges.patience(awaits)
-            or self._thread is not None
+            or self.thread is not None
             or own.total - own.done > _MOST_BYTES
             or not known.gate.is_calm(CALM)
             or not self.hedges.started(min(known.width("download").connections, settings.max_connections))
@@ -229,7 +224,7 @@ class Race:
         with own.lock:
             first = own.done
             # Without an ETag the rest could be of another version.
-            if not self._is_closed and first < own.total and (own.etag or not first):
+            if not self.is_closed and first < own.total and (own.etag or not first):
                 try:
                     # Unlike a bytearray, a mapping is not touched before bytes arrive.
                     data = memoryview(mmap.mmap(-1, own.total - first))
@@ -239,7 +234,7 @@ class Race:
                     )  # fmt: skip
                     thread = threading.Thread(target=self._run, args=(second, data, first), name="dcp_s3-hedge")
                     thread.start()
-                    self.second, self._thread = second, thread
+                    self.second, self.thread = second, thread
                     return
                 except (OSError, RuntimeError):
                     pass  # no memory or no thread: no hedge
@@ -248,9 +243,8 @@ class Race:
     def _run(self, second: _Request, data: memoryview, first: int) -> None:
         overlap = None
         try:
-            self._store.request(
-                "GetObject", self._key, attempt=second.attempt, cancel=second.stop, attempts=1, data=True
-            )
+            store = self._store.within(replace(self._store.limit, cancel=second.stop, attempts=1))
+            store.request("GetObject", self._key, attempt=second.attempt, data=True)
             overlap = self.overtake(second, data, first)
         except Cancelled:
             pass
@@ -266,7 +260,7 @@ class Race:
         bytes its own had received, too. None: the second one was not faster."""
         own = self.own
         with own.lock:
-            if self._is_closed or own.done == own.total:
+            if self.is_closed or own.done == own.total:
                 return None
             if own.done and (not own.etag or second.etag != own.etag):
                 return None  # it could be, or is, another version of the object than what has arrived

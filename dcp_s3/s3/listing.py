@@ -14,7 +14,7 @@ from botocore.exceptions import ClientError
 from dcp_s3 import errors
 from dcp_s3.s3.bucket import Bucket, Quirk, Send, learn, server_time, timestamp
 from dcp_s3.s3.diagnosis import answered_code, answered_status, classify
-from dcp_s3.store import DeleteTarget, ListedObject, Page, Upload, batches, same_etag
+from dcp_s3.store import BATCH, DeleteTarget, ListedObject, Page, Upload, same_etag
 
 # Error codes for a key that was not deleted because it has another ETag, and for one that is not there.
 _CHANGED = frozenset({"PreconditionFailed", "ConditionalRequestConflict"})
@@ -22,6 +22,10 @@ _GONE = frozenset({"NoSuchKey", "NoSuchVersion", "NotFound"})
 
 # Statuses from stores that have no DeleteObjects, or want it with headers of former times (Content-MD5).
 _NO_BATCHES = frozenset({400, 405, 411, 501})
+
+DIRECTORY_BUCKET = "--x-s3"
+"""End of the name of a bucket of S3 Express One Zone, which lists only prefixes that end with a slash:
+https://docs.aws.amazon.com/AmazonS3/latest/userguide/s3-express-differences.html."""
 
 # Most entries that S3 gives: https://docs.aws.amazon.com/AmazonS3/latest/API/API_ListObjectsV2.html
 PAGE_SIZE = 1000
@@ -33,7 +37,7 @@ def page(bucket: Bucket, prefix: str, delimiter: str = "", *, token: str | None 
     Keys with the same text up to a ``delimiter`` after the prefix count as one common prefix. Of a directory bucket
     all keys are one page: it lists in no order, and only what is below a slash.
     """
-    is_unordered = is_directory_bucket(bucket.name)
+    is_unordered = bucket.name.endswith(DIRECTORY_BUCKET)
     listed = prefix[: prefix.rfind("/") + 1] if is_unordered else prefix
     arguments: dict[str, Any] = {"Prefix": listed, "MaxKeys": PAGE_SIZE}
     if delimiter:
@@ -58,19 +62,11 @@ def page(bucket: Bucket, prefix: str, delimiter: str = "", *, token: str | None 
     return Page(tuple(objects), tuple(prefixes), token, asked_at)
 
 
-def is_directory_bucket(name: str) -> bool:
-    """Whether a bucket is one of S3 Express One Zone, which lists only prefixes that end with a slash.
-
-    https://docs.aws.amazon.com/AmazonS3/latest/userguide/s3-express-differences.html
-    """
-    return name.endswith("--x-s3")
-
-
 def uploads(bucket: Bucket, prefix: str) -> tuple[Upload, ...]:
     """Every open multipart upload whose key starts with ``prefix``, by key."""
     arguments: dict[str, Any] = {"Prefix": prefix, "MaxUploads": PAGE_SIZE}
     markers = {"KeyMarker": "NextKeyMarker", "UploadIdMarker": "NextUploadIdMarker"}
-    if is_directory_bucket(bucket.name):
+    if bucket.name.endswith(DIRECTORY_BUCKET):
         arguments["Prefix"] = prefix[: prefix.rfind("/") + 1]
         del markers["UploadIdMarker"]
     found: list[Upload] = []
@@ -105,9 +101,10 @@ def delete(bucket: Bucket, targets: Iterable[str | DeleteTarget]) -> list[str]:
     Returns:
         Keys left alone because their objects have another ETag. Stores without conditional deletes ignore ETags.
     """
-    left: list[str] = []
-    for batch in batches([DeleteTarget(each) if isinstance(each, str) else each for each in targets]):
-        pending, refused, is_many = list(batch), list[DeleteTarget](), len(batch) > 1
+    left, wanted = list[str](), [DeleteTarget(each) if isinstance(each, str) else each for each in targets]
+    for start in range(0, len(wanted), BATCH):
+        pending, refused = wanted[start : start + BATCH], list[DeleteTarget]()
+        is_many = len(pending) > 1
         while pending and is_many and Quirk.NO_BATCH_DELETES not in bucket.known.quirks:
             before = len(pending)
             attempt = functools.partial(_delete_many, pending, refused)
@@ -125,13 +122,13 @@ def delete(bucket: Bucket, targets: Iterable[str | DeleteTarget]) -> list[str]:
     return left
 
 
-def _delete_many(pending: list[DeleteTarget], refused: list[DeleteTarget], send: Send) -> None:
+def _delete_many(pending: list[DeleteTarget], refused: list[DeleteTarget], send: Send) -> dict[str, Any]:
     """Delete objects by one request. Those that are gone leave ``pending``; those that S3 left alone, as they have
     another ETag, go to ``refused``. A failure that S3 reports of a key is raised as if it were of the request."""
     objects = [{"Key": each.key} | ({"ETag": each.etag} if each.etag else {}) for each in pending]
+    answer = send(Delete={"Objects": objects, "Quiet": True})
     failed = {
-        str(entry.get("Key")): (str(entry.get("Code")), str(entry.get("Message")))
-        for entry in send(Delete={"Objects": objects, "Quiet": True}).get("Errors", ())
+        str(entry.get("Key")): (str(entry.get("Code")), str(entry.get("Message"))) for entry in answer.get("Errors", ())
     }
     asked, unasked = pending.copy(), failed.keys() - {each.key for each in pending}
     if not unasked:  # otherwise believe nothing
@@ -151,6 +148,7 @@ def _delete_many(pending: list[DeleteTarget], refused: list[DeleteTarget], send:
             worst = error  # a permanent failure, if there is one
     if worst is not None:
         raise worst
+    return answer
 
 
 def _delete_one(bucket: Bucket, target: DeleteTarget, *, refused: bool = False, data: bool) -> bool:

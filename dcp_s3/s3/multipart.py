@@ -17,7 +17,7 @@ from dcp_s3.memory import combine_crc64nvme, crc64nvme, crc_hex, encode_crc
 from dcp_s3.s3.bucket import Bucket, Quirk, creation_arguments, learn, map_in_threads, request_with_checksum
 from dcp_s3.s3.diagnosis import answered_code, answered_status
 from dcp_s3.s3.download import read
-from dcp_s3.s3.listing import delete, is_directory_bucket
+from dcp_s3.s3.listing import DIRECTORY_BUCKET, delete
 from dcp_s3.settings import MAX_PART_SIZE
 from dcp_s3.store import CopyRange, ObjectHead, Upload
 
@@ -154,7 +154,7 @@ class _Source(NamedTuple):
 
 def can_copy(bucket: Bucket) -> bool:
     """Whether a batch of this bucket copies anything: no bucket of S3 Express does, whose copies have no conditions."""
-    return not is_directory_bucket(bucket.name) and Quirk.NO_COPIES not in bucket.known.quirks
+    return not bucket.name.endswith(DIRECTORY_BUCKET) and Quirk.NO_COPIES not in bucket.known.quirks
 
 
 def copy_object(store: Bucket, source: Bucket, source_key: str, key: str) -> None:

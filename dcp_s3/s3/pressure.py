@@ -33,14 +33,14 @@ logger = logging.getLogger(__name__)
 
 Direction = Literal["upload", "download"]
 
-_POLL_SECONDS = 0.1  # between looks at whether to give up, while a request waits
+_POLL_SECONDS = 0.1  # that a request waits for its turn before it looks whether to give up
 _LOG_SECONDS = 10.0  # between log lines about one bucket
 _LEAST_CEILING = 4  # of a gate that small requests close
 
 # After a change, until new connections are made and answered (and their latency); then bytes are counted for so long.
 _SETTLE_SECONDS, _WINDOW_SECONDS = 0.1, 0.2
 _CALM_SECONDS = 1.0  # without throttling before bytes per second say something
-_FEW, MANY = 4, 32
+_FEW, MANY = 4, 32  # connections to begin with: 32 carry 2.7 GiB/s from S3, which few processes exceed
 # Connections to begin with for each core of a process: it is busy with two that are fast, and with 16 at 90 MB/s.
 _NEAR_PER_CORE, _FAR_PER_CORE = 2, 16
 _FAR_SECONDS = 0.015
@@ -88,14 +88,14 @@ class Gate:
         self._in_flight = self._decreases = 0
         self._decreased_at = self._throttled_at = self._logged_at = -math.inf
 
-    def enter(self, check: Callable[[], None]) -> None:
-        """Wait for a data request's turn; one call of `leave` must follow. ``check`` is called while it waits, and
-        raises to give up."""
+    def enter(self) -> bool:
+        """Wait a moment for a data request's turn; returns whether it has come. One call of `leave` must follow it."""
         with self._changed:
-            while self._in_flight + 1 > self._limit:
-                check()
+            if self._in_flight + 1 > self._limit:
                 self._changed.wait(_POLL_SECONDS)
-            self._in_flight += 1
+            has_turn = self._in_flight + 1 <= self._limit
+            self._in_flight += has_turn
+        return has_turn
 
     def leave(self, began: float, *, succeeded: bool) -> None:
         """Note the end of a data request that began at ``began`` (of time.monotonic)."""
@@ -165,7 +165,7 @@ class Width:
     """The connections of one direction to one bucket."""
 
     connections: int
-    """Connections that a transfer begins with."""
+    """Those that a transfer begins with."""
     rate: float = 0.0
     """Bytes per second when it was last measured; 0 before."""
     known_until: float = -math.inf
@@ -191,33 +191,23 @@ class KnownBucket:
         """Fewest seconds that a small request has waited for the head of its answer; 0 before any has."""
 
     def width(self, direction: Direction) -> Width:
-        """The connections of one direction."""
+        """The connections of one direction. Where nothing was measured they follow from the latency, and from the cores
+        that this process may use: where there are few, more connections than needed cost the most."""
         width = self.widths.setdefault(direction, Width(0))
-        if not width.rate:  # nothing was measured
-            width.connections = first_connections(self.latency)
+        if not width.rate:
+            try:
+                cores = len(os.sched_getaffinity(0))
+            except (AttributeError, OSError):  # not on every system
+                cores = os.cpu_count() or 1
+            per_core = _FAR_PER_CORE if self.latency >= _FAR_SECONDS else _NEAR_PER_CORE
+            width.connections = max(_FEW, min(MANY, round(per_core * cores / local_world_size())))
         return width
-
-
-def first_connections(latency: float) -> int:
-    """Connections to begin with. 32 carry 2.7 GiB/s from S3, which few processes exceed; where there are few cores,
-    more connections than needed cost the most."""
-    per_core = _FAR_PER_CORE if latency >= _FAR_SECONDS else _NEAR_PER_CORE
-    return max(_FEW, min(MANY, round(per_core * cores() / local_world_size())))
-
-
-def cores() -> int:
-    """The CPU cores that this process may use."""
-    try:
-        return len(os.sched_getaffinity(0))
-    except (AttributeError, OSError):  # not on every system
-        return os.cpu_count() or 1
 
 
 class Tuning(ReadWidth):
     """Adapts the connections of one transfer while it runs.
 
     Args:
-        name: of the transfer, for the log.
         resize: called with a new number of connections, by a thread that notes bytes.
         is_busy: whether all connections are in use.
         most: the highest number.
@@ -227,7 +217,7 @@ class Tuning(ReadWidth):
         self, known: KnownBucket, direction: Direction, *, resize: Callable[[int], None], is_busy: Callable[[], bool],
         most: int,
     ) -> None:  # fmt: skip
-        self._known, self._name, self._width = known, f"{direction}s: {known.name}", known.width(direction)
+        self._known, self._direction, self._width = known, direction, known.width(direction)
         self.connections = min(self._width.connections, most)
         self._resize, self._is_busy, self._most = resize, is_busy, most
         self._lock = threading.Lock()
@@ -239,7 +229,7 @@ class Tuning(ReadWidth):
     def begin(self) -> None:
         """Begin with more connections if it has turned out meanwhile that the store is far away."""
         with self._lock:
-            first = min(first_connections(self._known.latency), self._most)
+            first = min(self._known.width(self._direction).connections, self._most)
             if not self._width.rate and not self._is_over and first > self.connections:
                 self._change(first)
 
@@ -278,12 +268,13 @@ class Tuning(ReadWidth):
 
     def _change(self, connections: int) -> None:
         before, rate = self.connections, format_size(int(self._width.rate))
-        logger.debug("%s: %d connections carried %s/s; %d from now on", self._name, before, rate, connections)
+        name = f"{self._direction}s: {self._known.name}"
+        logger.debug("%s: %d connections carried %s/s; %d from now on", name, before, rate, connections)
         try:
             self._resize(connections)
         except (RuntimeError, DcpS3Error) as error:
             self._is_over = True
-            logger.warning("%s: %d connections stay: no thread can be started: %s", self._name, before, error)
+            logger.warning("%s: %d connections stay: no thread can be started: %s", name, before, error)
             return
         self.connections = self._width.connections = connections
         self._count, self._since = 0, time.monotonic() + _SETTLE_SECONDS + self._known.latency

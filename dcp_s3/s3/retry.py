@@ -6,7 +6,6 @@ request are a property of its thread: the sockets (`botocore_private`) and the b
 
 from __future__ import annotations
 
-import functools
 import logging
 import math
 import random
@@ -18,7 +17,7 @@ from typing import Any, TypeVar
 from dcp_s3 import errors
 from dcp_s3.failures import without_tracebacks
 from dcp_s3.limit import UNLIMITED, Cancelled, Deadline, Limit, Progress
-from dcp_s3.s3.diagnosis import REQUEST_ERRORS, classify, tell_retry, to_storage_error
+from dcp_s3.s3.diagnosis import REQUEST_ERRORS, Failure, classify, tell_retry, to_storage_error
 from dcp_s3.s3.pressure import KnownBucket, Pace
 
 logger = logging.getLogger(__name__)
@@ -39,7 +38,7 @@ def backoff(attempt: int, *, rng: Callable[[], float] = random.random) -> float:
     return float(min(BACKOFF_CAP, BACKOFF_BASE * 2 ** (attempt - 1)) * rng())
 
 
-# A thread that waits for bytes looks so often, in the time without progress, whether that is over.
+# A thread that waits or moves bytes looks so often, in the time without progress, whether that is over.
 _LOOKS = 10
 # S3 answers at once with 200, and with white space until it has done them, which may take minutes:
 # https://docs.aws.amazon.com/AmazonS3/latest/API/API_CompleteMultipartUpload.html
@@ -70,13 +69,14 @@ class Attempts:
         self._last = ""  # not the error itself: its traceback would keep the frames it came through
         self.tick = min(hang, self.progress.seconds / _LOOKS)
         """Timeout of a socket that receives, in seconds."""
-        self._looks_at = math.inf
+        self.looks_at = math.inf
+        """When `check` is to be called next, in seconds of time.monotonic."""
         self.connect_timeout = min(CONNECT_SECONDS, hang)
         self.send_timeout = min(hang, self.progress.seconds)
         self.slice_size = None if pace is None else pace.slice_size
         """Most bytes to send at once; None for any number."""
         self.waited = 0.0
-        """Seconds waited for bandwidth."""
+        """Seconds waited for bandwidth: S3 is not to blame for them."""
         self.has_head, self.latency = False, 0.0
         """Whether the head of the answer is there, and the seconds waited for it after the whole request was sent."""
         self._is_answered_early = operation in _ANSWERED_EARLY
@@ -86,57 +86,59 @@ class Attempts:
         throttles."""
         logger.debug("%s", self._what)
         before, this_thread.attempts = this_thread.attempts, self
-        gate = known.gate
+        limit, progress, gate, has_waited = self._limit, self.progress, known.gate, False
         try:
-            with self.progress:
+            with progress:
                 while True:
-                    self._check_start()
-                    if data:
-                        gate.enter(functools.partial(self._check_start, waits=True))
+                    if limit.cancel is not None and limit.cancel.is_set():
+                        raise Cancelled
+                    if limit.deadline is not None and limit.deadline.passed:
+                        raise self._ended_by(limit.deadline)
+                    # Before it has waited, those that are under way see it first.
+                    if progress.is_stalled or (has_waited and progress.is_over(self._what)):
+                        raise self._ended_by(progress)
+                    if data and not gate.enter():
+                        self._check_turn()
+                        has_waited = True
+                        continue
                     self._made += 1
                     began, succeeded = time.monotonic(), False
-                    self._looks_at = began + self.tick
+                    self.looks_at = began + self.tick
                     try:
                         result = request()
                         succeeded = True
                         return result
                     except REQUEST_ERRORS as error:
-                        if classify(error).throttles:
+                        failure = classify(error)
+                        if failure.throttles:
                             gate.throttled(began)
                         without_tracebacks(error)  # urllib3's are cycles, with the bytes that were being sent in them
-                        wait = self._wait_after(error)
+                        wait = self._wait_after(error, failure)
                     finally:
                         if data:
                             gate.leave(began, succeeded=succeeded)
                         elif self.latency and not self._is_answered_early:
                             known.latency = min(known.latency or math.inf, self.latency)
-                    self._limit.sleep(wait)
+                    limit.sleep(wait)
+                    has_waited = True
         finally:
             this_thread.attempts = before
 
     # --- between attempts -------------------------------------------------------------------------------
 
-    def _check_start(self, *, waits: bool = False) -> None:
-        """Raise if there may be no further attempt, or if it ``waits`` for its turn too long while S3 throttles."""
-        limit = self._limit
-        if limit.cancel is not None and limit.cancel.is_set():
-            raise Cancelled
-        if limit.deadline is not None and limit.deadline.passed:
-            raise self._ended_by(limit.deadline)
-        if self.progress.is_over(self._what):
-            raise self._ended_by(self.progress)
-        # Time waited for bandwidth does not count: S3 is not to blame.
+    def _check_turn(self) -> None:
+        """Raise if it waits for its turn for too long."""
         elapsed = time.monotonic() - self._started - self.waited
-        if waits and limit.patience is not None and elapsed >= limit.patience:
+        if self._limit.patience is not None and elapsed >= self._limit.patience:
             raise errors.TransferError(
                 f"{self._what} failed after {self._made} attempts: S3 throttles, and its turn did not come in "
                 f"{elapsed:.1f} s. Remedy: lower DCP_S3_CONCURRENCY, or raise DCP_S3_PART_SIZE: fewer, larger requests",
                 **self._where, attempts=self._made,
             )  # fmt: skip
 
-    def _wait_after(self, error: Exception) -> float:
+    def _wait_after(self, error: Exception, failure: Failure) -> float:
         """Seconds to wait between a failed attempt and the next one."""
-        limit, failure = self._limit, classify(error)
+        limit = self._limit
         if limit.cancel is not None and limit.cancel.is_set():
             raise Cancelled from None
         if not failure.passes:
@@ -169,15 +171,13 @@ class Attempts:
 
     def check(self) -> None:
         """Break the attempt off if nothing has moved for too long: `run` then says so."""
+        self.looks_at = time.monotonic() + self.tick
         if self.progress.is_over(self._what):
             raise ConnectionAbortedError("nothing moved for too long")
 
-    def receive(self, receive: Callable[[Any], int], view: Any, *, looks: bool = False) -> int:
-        """Receive into ``view``; waits as long as the attempt may, however short the socket's own timeout. With
-        ``looks`` it is broken off, too, where bytes come so slowly that they do not count."""
+    def receive(self, receive: Callable[[Any], int], view: Any) -> int:
+        """Receive into ``view``; waits as long as the attempt may, however short the socket's own timeout."""
         waited = 0.0
-        if looks and time.monotonic() > self._looks_at:
-            self.check()
         while True:
             try:
                 count = receive(view)
@@ -185,21 +185,24 @@ class Attempts:
                 waited += self.tick
                 if waited >= self._hang:
                     raise
-            else:
-                if count and self.has_head and self._is_answered_early:
-                    self.progress.moved()
-                return count
-            self.check()
+                self.check()
+                continue
+            if count and self.has_head and self._is_answered_early:
+                self.progress.moved()
+            if time.monotonic() >= self.looks_at:  # bytes may come so slowly that they do not count
+                self.check()
+            return count
 
     def before_sending(self, count: int) -> float:
         """Wait until ``count`` bytes may be sent; returns the seconds waited."""
-        cancel = self._limit.cancel
+        cancel, now = self._limit.cancel, time.monotonic()
         if cancel is not None and cancel.is_set():
             raise ConnectionAbortedError("the upload was cancelled")
-        self.check()
+        if now >= self.looks_at:
+            self.check()
         if self._pace is None:
             return 0.0
-        waited = self._pace.reserve(count, time.monotonic())
+        waited = self._pace.reserve(count, now)
         self._limit.sleep(waited)
         self.waited += waited
         return waited

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import random
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -167,7 +168,9 @@ def test_a_second_request_that_is_slower_is_ended(faulty: FaultyServer) -> None:
     bucket = put()
     faulty.rule = script = Script(rest=Fault.straggle(NEVER))
     script.faults = (script.after(1),)
+    began = time.monotonic()
     fetch(bucket)
+    assert time.monotonic() - began < LONG, "it waited for the other one's timeout"
     assert state_of(bucket).won == 0
     assert state_of(bucket).started >= 1
 

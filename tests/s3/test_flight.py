@@ -345,6 +345,32 @@ def test_a_thread_that_is_woken_for_many_bytes_is_woken_for_the_last_ones() -> N
     server.join()
 
 
+def test_a_body_that_trickles_without_a_pause_ends() -> None:
+    near, far = socket.socketpair()
+    over = threading.Event()
+
+    def trickle() -> None:
+        while not over.wait(0.01):
+            far.sendall(b"x")
+
+    sender = threading.Thread(target=trickle)
+    sender.start()
+    with near, far:
+        body, view = BodyReader(near.makefile("rb"), near), memoryview(bytearray(2**20))
+
+        def receive() -> None:
+            for _ in range(100):
+                assert body.readinto(view)
+
+        near.settimeout(LONG)
+        try:
+            with pytest.raises(errors.DeadlineExceededError):
+                Attempts(limit=Limit(progress=Progress(1.0))).run(receive, KnownBucket("test"))
+        finally:
+            over.set()
+            sender.join()
+
+
 def test_bytes_that_trickle_after_a_burst_arrive() -> None:
     """Fewer than are waited for, but a connection on which some come is not broken."""
     with (

@@ -125,6 +125,14 @@ def test_a_batch_of_which_some_keys_are_left() -> None:
     assert asked[0]["Delete"]["Objects"] == conditions
 
 
+def test_many_keys_are_deleted_a_thousand_at_a_time_and_none_is_left_out() -> None:
+    keys = [f"k{number}" for number in range(2001)]
+    left, asked, names = carry_out(lambda: STORE.delete(keys), {}, {}, {})
+    assert (left, names) == ([], ["delete_objects", "delete_objects", "delete_object"])
+    assert [each["Key"] for request in asked[:2] for each in request["Delete"]["Objects"]] == keys[:2000]
+    assert asked[2]["Key"] == keys[2000]
+
+
 def test_an_answer_about_keys_that_were_not_asked_for_is_not_believed() -> None:
     other = {"Errors": [{"Key": "x", "Code": "InternalError"}]}
     left, asked, _ = carry_out(lambda: STORE.delete("ab"), other, {})

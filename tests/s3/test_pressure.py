@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import multiprocessing
+import os
 import random
 import threading
 import time
@@ -21,7 +22,7 @@ from hypothesis import strategies as st
 
 import dcp_s3
 from dcp_s3 import S3StorageReader, S3StorageWriter, errors
-from dcp_s3.limit import UNLIMITED, Cancelled, Limit
+from dcp_s3.limit import UNLIMITED, Cancelled, Limit, Progress
 from dcp_s3.memory import Piece
 from dcp_s3.s3 import pressure, retry
 from dcp_s3.s3.multipart import GETS_PER_SECOND, PUTS_PER_SECOND, plan_part_size
@@ -44,17 +45,13 @@ def _idle_host(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pressure, "_cpu_ticks", lambda: (0, 0))
 
 
-def never() -> None:
-    pytest.fail("it waits")
-
-
 def closed_gate(*, taken: bool = False) -> Gate:
     """With one place, which may be taken."""
     gate = Gate("http://host/bucket")
     while gate.state.limit != 1:
         gate.throttled(time.monotonic())
     if taken:
-        gate.enter(never)
+        assert gate.enter()
     return gate
 
 
@@ -65,7 +62,7 @@ def test_the_limit_halves_and_grows_by_one_a_round(in_flight: int, events: list[
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pressure, "time", clock)
         for _ in range(in_flight):
-            gate.enter(never)
+            assert gate.enter()
         for success, pause, took in events:
             clock.now += pause
             before = gate.state.limit
@@ -85,7 +82,7 @@ def test_the_limit_halves_and_grows_by_one_a_round(in_flight: int, events: list[
 def test_a_burst_lowers_it_once_and_what_began_before_does_not_raise_it() -> None:
     gate = Gate("test")
     for _ in range(16):
-        gate.enter(never)
+        assert gate.enter()
     for _ in range(16):
         gate.throttled(0.0)
     assert (gate.state.limit, gate.state.throttled, gate.state.decreases) == (8, 16, 1)
@@ -94,11 +91,11 @@ def test_a_burst_lowers_it_once_and_what_began_before_does_not_raise_it() -> Non
     assert gate.state.limit == 8
     rounds = 0
     while gate.state.limit is not None:
-        gate.enter(never)
+        assert gate.enter()
         gate.leave(math.inf, succeeded=True)
         rounds += 1
     assert 8 * 8 < rounds < 100, "open again at what was in flight"
-    assert all(gate.enter(never) is None for _ in range(50))
+    assert all(gate.enter() for _ in range(50))
 
 
 def slow_down(status: int = 503, code: str = "SlowDown") -> boto.ClientError:
@@ -152,11 +149,21 @@ def test_a_throttled_request_has_no_place_while_it_waits_and_small_ones_need_non
     with ThreadPoolExecutor(1) as pool:
         throttled = pool.submit(call, lambda: _fail_once(failures), gate, limit=Limit(cancel=Waits()))
         assert waiting.wait(LONG)
-        gate.enter(never)
+        assert gate.enter()
         assert call(lambda: "small", gate, data=False) == "small"
         gate.leave(0, succeeded=False)
         go_on.set()
         assert throttled.result(LONG) == "done"
+
+
+def test_only_what_succeeds_opens_the_gate() -> None:
+    gate = closed_gate()
+    for error in (KeyError("x"), ConnectionResetError()):
+        with pytest.raises((KeyError, errors.TransferError)):
+            call(lambda error=error: _fail_once([error]), gate, limit=Limit(patience=0.0))
+        assert gate.state.limit == 1
+    call(lambda: "done", gate)
+    assert gate.state.limit == 2
 
 
 def test_waiting_at_the_gate_uses_up_the_patience_and_ends_when_it_is_cancelled() -> None:
@@ -170,6 +177,8 @@ def test_waiting_at_the_gate_uses_up_the_patience_and_ends_when_it_is_cancelled(
     with pytest.raises(errors.TransferError, match="S3 throttles") as failure:
         call(lambda: pytest.fail("not its turn"), gate, limit=Limit(patience=0.05))
     assert failure.value.key == "k"
+    with pytest.raises(errors.DeadlineExceededError, match="next to nothing moved"):
+        call(lambda: pytest.fail("not its turn"), gate, limit=Limit(progress=Progress(0.2)))
     assert gate.state.in_flight == 1
 
 
@@ -207,7 +216,7 @@ def _in_child(sender: Any) -> None:
 
 def test_a_forked_child_has_a_limit_of_its_own() -> None:
     gate = S3Store("x", Settings()).known.gate
-    gate.enter(never)
+    assert gate.enter()
     gate.throttled(time.monotonic())
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
@@ -235,7 +244,7 @@ class Transfer:
         self.sizes: list[int] = []
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(pressure, "time", self)
-            patch.setattr(pressure, "first_connections", lambda _: width.connections)
+            patch.setattr(KnownBucket, "width", lambda *_: width)
             self.tuning = Tuning(
                 self.known, "upload", resize=self.sizes.append, is_busy=lambda: self.is_busy, most=most
             )
@@ -319,15 +328,21 @@ def test_connections_whose_worth_a_transfer_did_not_see_are_judged_by_the_next(a
 def test_a_transfer_begins_with_as_many_as_keep_cores_busy(
     cores: int, ranks: int, latency: float, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pressure, "cores", lambda: cores)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(cores))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
-    assert pressure.first_connections(latency) == count
+    known = KnownBucket("test")
+    known.latency = latency
+    assert known.width("upload").connections == count
+    known.widths["upload"].connections = 7
+    assert known.width("upload").connections == count, "nothing was measured"
+    known.widths["upload"] = Width(7, rate=1e6)
+    assert known.width("upload").connections == 7
 
 
 @pytest.mark.parametrize("delay", [0.0, 0.1])
 def test_a_store_that_answers_late_is_far(faulty: FaultyServer, delay: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also by an answer that something is missing, and a rank that asks for nothing beforehand by its first upload."""
-    monkeypatch.setattr(pressure, "cores", lambda: 2)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(2))
     monkeypatch.setattr(pressure, "_FAR_SECONDS", 0.09)  # a busy host answers late
     faulty.rule = lambda request: Fault.delay(delay) if request.operation != "UploadPart" else None
     store = S3Store(BUCKET, Settings())
@@ -373,7 +388,8 @@ def large_state(value: float) -> dict[str, Any]:
 @pytest.fixture
 def widened(monkeypatch: pytest.MonkeyPatch) -> None:
     """A transfer begins with two connections, and has five (or its ceiling) after the first bytes."""
-    monkeypatch.setattr(pressure, "first_connections", lambda _: 2)
+    for name, value in {"_FEW": 2, "_NEAR_PER_CORE": 0, "_FAR_PER_CORE": 0}.items():
+        monkeypatch.setattr(pressure, name, value)
 
     def moved(self: Tuning, count: int) -> None:
         if not self._is_over and self.connections < 5:

@@ -15,7 +15,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from dcp_s3 import S3StorageReader, S3StorageWriter, errors, latest, list_checkpoints
-from dcp_s3.limit import Limit
+from dcp_s3.limit import Cancelled, Limit
 from dcp_s3.memory import Piece
 from dcp_s3.offline.copy import copy
 from dcp_s3.retention.prune import prune
@@ -223,6 +223,7 @@ def test_many_are_under_way_at_once_but_not_more_than_that_also_inside_another()
 
     def inner(store: MemoryStore, item: int) -> int:
         assert free.acquire(blocking=False), "more than that"
+        time.sleep(0.001)
         free.release()
         return item
 
@@ -251,6 +252,15 @@ def test_the_first_failure_is_raised_and_cancels_the_others() -> None:
     assert ended == [True] * (AT_ONCE - 1)
     assert sorted(begun) == list(range(AT_ONCE))
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("dcp_s3-requests")]
+
+
+def test_a_single_item_needs_no_thread_and_none_is_begun_after_it_was_cancelled() -> None:
+    cancel = threading.Event()
+    store = MemoryStore().within(Limit(cancel=cancel))
+    assert map_in_threads(store, lambda *_: threading.current_thread(), [1]) == [threading.current_thread()]
+    cancel.set()
+    with pytest.raises(Cancelled):
+        map_in_threads(store, lambda *_: pytest.fail("it was cancelled"), [1])
 
 
 @pytest.mark.parametrize(

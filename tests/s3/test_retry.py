@@ -19,6 +19,7 @@ from dcp_s3.limit import STALL_SETTING, Cancelled, Deadline, Limit, Progress
 from dcp_s3.offline.copy import copy
 from dcp_s3.retention.prune import prune
 from dcp_s3.s3 import diagnosis, retry
+from dcp_s3.s3.body import Chunks, GatherBody
 from dcp_s3.s3.pressure import KnownBucket
 from dcp_s3.s3.store import S3Store
 from dcp_s3.settings import Settings
@@ -164,6 +165,18 @@ def test_an_error_names_its_remedy(code: str, operation: str, remedy: str) -> No
     assert remedy in str(error).partition("Remedy: ")[2]
 
 
+def test_a_retry_is_said_once_for_each_cause(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(diagnosis, "_told", {})
+    caplog.set_level("INFO")
+    clock = Clock()
+    monkeypatch.setattr(diagnosis, "time", clock)
+    for now, error in ((0, "SlowDown"), (1, "SlowDown"), (2, "InternalError"), (299, "SlowDown"), (301, "SlowDown"),
+                       (302, "SlowDown")):  # fmt: skip
+        clock.now = float(now)
+        diagnosis.tell_retry(client_error(error, 503), "b", made=now, attempts=999, wait=0.0)
+    assert [int(each.partition("attempt ")[2].split()[0]) - 1 for each in caplog.messages] == [0, 2, 301]
+
+
 # --- DCP_S3_STALL_TIMEOUT: whatever S3 does instead of moving bytes ----------------------------------
 
 ROOT = f"s3://{BUCKET}/run"
@@ -251,6 +264,48 @@ def test_s3_may_be_long_at_work_if_it_says_so(
     store.copy(store, "from", "to")
     assert time.monotonic() - began > 1, "the answer came slowly"
     assert faulty.s3.read(BUCKET, "to") == data
+
+
+def test_an_answer_that_trickles_without_a_pause_ends(faulty: FaultyServer) -> None:
+    """No timeout of a socket is ever over."""
+    store = S3Store(BUCKET, Settings(stall_timeout=1.0))
+    store.put("k", b"abc")
+    faulty.rule = lambda _: Fault.drip(100)
+    with pytest.raises(errors.DeadlineExceededError, match=STALL_SETTING):
+        store.get("k")
+
+
+def test_a_large_object_may_take_longer_than_that_if_it_moves(faulty: FaultyServer) -> None:
+    store, data = S3Store(BUCKET, Settings(stall_timeout=2.0, retry_attempts=1)), bytes(12 * MIB)
+    store.put("k", data)
+    faulty.once("GetObject", Fault.crawl(4 * MIB))
+    began = time.monotonic()
+    assert store.get("k").data == data
+    assert time.monotonic() - began > 2.0, "the answer came slowly"
+
+
+def test_what_is_sent_again_and_slowly_ends() -> None:
+    body, sent = GatherBody([memoryview(bytes(3 * MIB))]), list[int]()
+
+    def send() -> None:
+        for piece in Chunks(body):
+            sent.append(len(piece))
+            if sum(sent) > 3 * MIB:  # each byte is at most progress once
+                time.sleep(0.1)
+        raise ConnectionResetError
+
+    attempts = retry.Attempts("UploadPart", "b", "k", most=9, limit=Limit(progress=Progress(0.5)))
+    with pytest.raises(errors.DeadlineExceededError, match=r"3\.0 MiB had moved before; 2 attempts"):
+        attempts.run(send, KnownBucket("test"))
+    assert sum(sent) < 6 * MIB, "it was broken off"
+
+
+def test_what_has_stalled_once_begins_nothing() -> None:
+    progress = Progress(1e-9)
+    assert progress.is_over("another one")
+    attempts = retry.Attempts("PutObject", "b", "k", limit=Limit(progress=progress))
+    with pytest.raises(errors.DeadlineExceededError, match="it was not begun"):
+        attempts.run(lambda: pytest.fail("it was begun"), KnownBucket("test"))
 
 
 def test_0_seconds_bound_nothing(faulty: FaultyServer) -> None:
