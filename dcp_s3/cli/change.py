@@ -156,7 +156,7 @@ def prune(
     settings = resolve_settings(None)
     with cli.wrong_usage("POLICY or --grace"):
         policy = parse_policy(" ".join(policies or ()))
-        seconds = pruning.check_grace(settings.retention_grace if grace is None else grace, force=force)
+        seconds = pruning.check_grace(grace, settings, force=force)
     policy = policy_from_settings(settings) if policy is None else policy
     if not dry_run:
         cli.require_yes(yes)

@@ -82,4 +82,4 @@ def resolve_policy(retention: PolicyFunction | str | None, settings: Settings) -
 def check_settings(settings: Settings, prunes: bool) -> None:
     """Refuse (SettingsError) settings that would make every retention run fail."""
     if prunes:
-        check_grace(settings.retention_grace, force=False)
+        check_grace(None, settings, force=False)
