@@ -207,10 +207,8 @@ def bench(
         found = run_bench(url, size=count, ranks=ranks, rounds=rounds, progress=step)
     cli.print_line(f"{plural(ranks, 'rank')}; what was loaded is what was saved, bit by bit")
     table = tables.make_table((">round", "direction", ">seconds", ">GiB/s", ">CPU s/GiB"))
-    for each in found:
-        gib = each.bytes / 2**30
-        rates = (f"{rate:.2f}" for rate in (each.seconds, gib / each.seconds, each.cpu_seconds / gib))
-        tables.add_row(table, (each.round, each.direction, *rates))
+    for number, direction, *rates in found:
+        tables.add_row(table, (number, direction, *(f"{rate:.2f}" for rate in rates)))
     tables.show(table)
 
 
