@@ -252,13 +252,12 @@ class _Copy:
         if None not in (expected, found):
             return found == expected
         # Without a checksum of the store: a name with a nonce is of one save only.
-        return bool(classify(path).nonce) or (committed and self._has_same_bytes(path))
-
-    def _has_same_bytes(self, path: str) -> bool:
+        if classify(path).nonce or not committed:
+            return bool(classify(path).nonce)
         with self.streams:
             for start in range(0, self.files[path], BLOCK):
                 blocks = [bytearray(min(BLOCK, self.files[path] - start)) for _ in range(2)]
-                for place, block in zip((self.origin, self.target), blocks, strict=True):
+                for place, block in zip((origin, target), blocks, strict=True):
                     place.store.read(place.key(path), start, memoryview(block))
                 if blocks[0] != blocks[1]:
                     return False

@@ -59,9 +59,6 @@ class Decision:
     reasons: tuple[str, ...]
     """All reasons to keep it, floors first, then policies; or why it is deleted."""
 
-    def __repr__(self) -> str:
-        return one_line("Decision", self.action, repr(self.checkpoint.name), *self.reasons)
-
 
 @dataclass(frozen=True)
 class UnfinishedDeletion:
