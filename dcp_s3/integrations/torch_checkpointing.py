@@ -195,24 +195,21 @@ class S3Storage(Storage):
         return entries is not None and (not rest or any(f"{each}/".startswith(f"{rest}/") for each in entries))
 
     def isdir(self, path: Path) -> bool:
-        try:
-            self.ls(path)
-        except FileNotFoundError:
-            return False
-        return True
+        name, rest = self._split(path)
+        return self.exists(path) and not (rest and rest in (self._entries(name) or {}))
 
     def ls(self, path: Path) -> list[str]:
-        name, rest = self._split(path)
-        if not name:
-            prefix = self._root.key("")
-            names = [each[len(prefix) : -1] for each in self._store.list(prefix, "/").prefixes]
-            exists = self._store.map(lambda _, each: self._entries(each) is not None, names)
-            return [each for each, found in zip(names, exists, strict=True) if found]
-        entries, below = self._entries(name), f"{rest}/" if rest else ""
-        inside = {each[len(below) :].partition("/")[0] for each in entries or () if each.startswith(below)}
-        if entries is None or (rest and not inside):
+        if not self.isdir(path):
             raise FileNotFoundError(errno.ENOENT, "no such directory", str(path))
-        return sorted(inside)
+        name, rest = self._split(path)
+        if name:
+            below = f"{rest}/" if rest else ""
+            inside = (each for each in self._entries(name) or {} if each.startswith(below))
+            return sorted({each[len(below) :].partition("/")[0] for each in inside})
+        prefix = self._root.key("")
+        names = [each[len(prefix) : -1] for each in self._store.list(prefix, "/").prefixes]
+        exists = self._store.map(lambda _, each: self._entries(each) is not None, names)
+        return [each for each, found in zip(names, exists, strict=True) if found]
 
     def remap_path(self, path: Path) -> str:
         name, rest = self._split(path)

@@ -56,12 +56,12 @@ class S3CheckpointManager(CheckpointManager):
         def __post_init__(self) -> None:
             given: Any = self
             path = (given.initial_load_path or "").strip()
-            if given.initial_load_in_hf and not given.initial_load_in_hf_quantized and is_s3_url(path):
+            is_ours = given.initial_load_in_hf and not given.initial_load_in_hf_quantized and is_s3_url(path)
+            if is_ours:
                 given.initial_load_path = None  # torchtitan has no reader for it, and refuses it
-                CheckpointManager.Config.__post_init__(self)
+            CheckpointManager.Config.__post_init__(self)
+            if is_ours:
                 given.initial_load_path = path
-            else:
-                CheckpointManager.Config.__post_init__(self)
             parse_policy(self.retention)
 
     def __init__(self, config: Config, **components: Any) -> None:

@@ -143,15 +143,19 @@ class CheckpointCatalog:
         >>> CheckpointCatalog("s3://bucket/run", settings={"spill_dir": "/nvme/spill"}).local()
         []
         """
+        return sorted((info for info, _ in self.waiting()), key=age_order)
+
+    def waiting(self) -> list[tuple[CheckpointInfo, Manifest]]:
+        """The ``local`` checkpoints and their manifests, in the order in which they were saved."""
+        found: list[tuple[CheckpointInfo, Manifest]] = []
         if self.settings.spill_dir is None:
-            return []
-        found = []
+            return found
         for journal, data, _ in find_commits(SpillStore(self.settings.spill_dir)):
-            url = parse_url(journal.url)
+            url, manifest = parse_url(journal.url), Manifest.from_json(data)
             if str(url) == str(self.root.child(url.name)):
-                info = summarize(url, Directory.of_sizes({METADATA: 0}), {None: Manifest.from_json(data)})
-                found.append(replace(info, state="local", etag=None, modified_at=None))
-        return sorted(found, key=age_order)
+                info = summarize(url, Directory.of_sizes({METADATA: 0}), {None: manifest})
+                found.append((replace(info, state="local", etag=None, modified_at=None), manifest))
+        return found
 
     def _look(
         self, local: Collection[CheckpointInfo] = (), *, whole: bool = False
