@@ -185,12 +185,10 @@ class _Copy:
                 if path not in commits
             )
         )
-        exists = errors.CheckpointExistsError(
+        exists = exists_error(target.url) if target.url else errors.CheckpointExistsError(
             f"{target.name} is not empty, and holds no unfinished download of {self.origin.name}. Remedy: give "
-            "another directory, empty this one, or pass overwrite=True",
-            url=self.origin.name,
-        )
-        exists = exists_error(target.url) if target.url else exists
+            "another directory, empty this one, or pass overwrite=True", url=self.origin.name,
+        )  # fmt: skip
         if not is_ours and not overwrite:
             raise exists
         old = Previous() if is_ours or not target.url else find_previous(target.store, SaveIdentity(target.url, ""))
