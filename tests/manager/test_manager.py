@@ -28,6 +28,8 @@ from tests.manager.making import blank, is_of, state
 from tests.memory_s3 import Fault
 from tests.retention.making import delete, keys, put
 
+pytestmark = pytest.mark.servers("memory")
+
 ROOT = f"s3://{BUCKET}/run"
 EXTRA = {"tokens": 10**12, "data": {"shard": 3, "seen": [1, 2.5, None, True]}, "commit": "a1b2"}
 
@@ -70,7 +72,6 @@ def test_a_run_is_saved_restored_and_thinned_out(root: str, s3: Any) -> None:
     assert names(root) == ["step-00000200", "step-00000400", "step-00000500"]
 
 
-@pytest.mark.servers("memory")
 def test_a_step_that_is_there_is_an_error_unless_overwritten(root: str) -> None:
     with CheckpointManager(root) as manager:
         manager.save(5, state(5))
@@ -143,7 +144,6 @@ def test_retention_that_fails_is_counted_and_saves_go_on(
     assert "in the policy" in caplog.text
 
 
-@pytest.mark.servers("memory")
 def test_the_latest_that_is_damaged_or_vanishes_is_passed_over(
     root: str, s3: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -177,7 +177,6 @@ def test_the_latest_that_is_damaged_or_vanishes_is_passed_over(
             manager.restore(loaded)  # never None: that would begin the run anew
 
 
-@pytest.mark.servers("memory")
 def test_what_a_restore_can_not_do_is_said(root: str, s3: Any) -> None:
     with CheckpointManager(root, retention=KeepLatest(3)) as manager:
         manager.save(1, state(1))
@@ -222,7 +221,6 @@ def test_retention_waits_for_a_save_that_is_only_on_local_disk(
 # --- extra -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.servers("memory")
 @pytest.mark.parametrize("coordination", ["collectives", "s3"])
 def test_what_is_saved_with_a_step_is_read_back(root: str, coordination: Any) -> None:
     with CheckpointManager(root, coordination=coordination) as manager:
@@ -307,7 +305,6 @@ def test_read_only_drains_nothing(faulty: FaultyServer, tmp_path: Path, monkeypa
 # --- should_save -------------------------------------------------------------------------------------
 
 
-@pytest.mark.servers("memory")
 def test_save_asks_the_policy_and_can_be_forced(root: str) -> None:
     with CheckpointManager(root, should_save=SaveEvery(steps=4)) as manager:
         saved = [step for step in range(1, 10) if manager.save(step, state(step))]
@@ -374,17 +371,14 @@ LARGE: Any = {"weight": torch.arange(10_000), "secret": "in the state"}
         ({"retention": "latest:x"}, "latest:x"),
         ({"retention": LARGE}, "retention = a dict"),
         ({"retention": "latest:1", "settings": {"retention_grace": "1m"}}, "under 1 h"),
+        ({"coordination": "S3"}, "coordination.*expected"),
+        ({"coordination": "s3", "process_group": object()}, "coordination.*Remedy"),
     ],
 )
-def test_arguments_that_are_none(arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(errors.SettingsError, match=message):
+def test_arguments_that_are_refused(arguments: dict[str, Any], message: str) -> None:
+    error = errors.CheckpointError if "coordination" in arguments else errors.SettingsError
+    with pytest.raises(error, match=message):
         CheckpointManager(ROOT, **arguments)
-
-
-@pytest.mark.parametrize("options", [{"coordination": "S3"}, {"coordination": "s3", "process_group": object()}])
-def test_arguments_that_do_not_go_together_are_refused(options: dict[str, Any]) -> None:
-    with pytest.raises(errors.CheckpointError, match=r"coordination.*(expected|Remedy)"):
-        CheckpointManager(ROOT, **options)
 
 
 def test_roots_and_the_policy_of_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
