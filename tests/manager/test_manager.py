@@ -22,11 +22,15 @@ from dcp_s3 import (
     errors,
 )
 from dcp_s3.events import Event, LoadStarted
+from dcp_s3.manager.select_checkpoint import look_at_disk
+from dcp_s3.spill.saving import spill_commit
+from dcp_s3.spill.store import SpillStore
 from tests.faulty import BUCKET, FaultyServer
 from tests.interpreter import Interpreter
 from tests.manager.making import blank, is_of, state
 from tests.memory_s3 import Fault
 from tests.retention.making import delete, keys, put
+from tests.retention.runs import Run
 
 pytestmark = pytest.mark.servers("memory")
 
@@ -216,6 +220,15 @@ def test_retention_waits_for_a_save_that_is_only_on_local_disk(
     assert during <= before + 1  # that of the first save at most
     assert dcp_s3.stats().prunes.runs > during
     assert names(ROOT) == ["step-00000002"]
+
+
+def test_of_the_saves_of_a_url_that_wait_on_disk_the_last_one_counts_and_no_rank_alone(tmp_path: Path) -> None:
+    run, spill = Run(), SpillStore(tmp_path)
+    commits = [run.begin("step-1", overwrite=True, **options)[1] for options in ({}, {}, {"rank": 0, "ranks": 2})]
+    for number, commit in enumerate(commits):
+        spill_commit(spill, commit, dcp_s3.Settings(), created_at=1e9 + number, overwrite=True)
+    [waiting] = look_at_disk(run.catalog(settings={"spill_dir": str(tmp_path)})).commits
+    assert [each.path for each in waiting.objects] == [each.path for each in commits[1].objects]
 
 
 # --- extra -----------------------------------------------------------------------------------------

@@ -286,6 +286,11 @@ def test_a_good_copy_is_recognized_without_checksums_of_the_store(
     faulty.once("CopyObject", Fault.error(403, "AccessDenied"))
     assert copy(_URL, _COPY).moved == 0
     assert _values(S3StorageReader(_COPY)) == {1.0}
+    faulty.rule = lambda _: None
+    delete(s3_of, _COPY, ".metadata")  # what is there may be of another save then
+    _put_without_save_id(s3_of, _URL, tmp_path / "2", 2.0)
+    copy(_URL, _COPY)
+    assert _values(S3StorageReader(_COPY)) == {2.0}
 
 
 def test_what_is_saved_there_meanwhile_is_not_deleted(
