@@ -146,7 +146,11 @@ class CheckpointCatalog:
         return sorted((info for info, _ in self.waiting()), key=age_order)
 
     def waiting(self) -> list[tuple[CheckpointInfo, Manifest]]:
-        """The ``local`` checkpoints and their manifests, in the order in which they were saved."""
+        """The ``local`` checkpoints and their manifests, in the order in which they were saved.
+
+        >>> CheckpointCatalog("s3://bucket/run").waiting()
+        []
+        """
         found: list[tuple[CheckpointInfo, Manifest]] = []
         if self.settings.spill_dir is None:
             return found
