@@ -10,7 +10,6 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -31,23 +30,12 @@ _TENSOR_BYTES = 64 * 2**20
 _LATE_SECONDS = 2.0  # after ranks were killed, until requests that they had sent have been carried out
 
 
-@dataclass(frozen=True)
-class Transfer:
-    """One save or load, of one rank or of all."""
-
-    direction: str
-    """``save`` or ``load``."""
-    round: int
-    """Number of the round, from 1. The first one has connections to find."""
-    bytes: int
-    seconds: float
-    """Wall time, of the slowest rank."""
-    cpu_seconds: float
+Row = tuple[int, str, float, float, float]
+"""Of one save or load of all ranks: the number of its round, from 1 (the first one has connections to find), ``save``
+or ``load``, wall seconds of the slowest rank, GiB/s, CPU seconds per GiB."""
 
 
-def bench(
-    url: URLLike, *, size: int, ranks: int, rounds: int, progress: Callable[[int, int], None]
-) -> Sequence[Transfer]:
+def bench(url: URLLike, *, size: int, ranks: int, rounds: int, progress: Callable[[int, int], None]) -> Sequence[Row]:
     """Save and load ``size`` bytes of each rank below a URL, compare them bit by bit, and remove them again. The result
     is a save and a load for each round, in order.
 
@@ -56,26 +44,24 @@ def bench(
     """
     from torch.multiprocessing.spawn import ProcessExitedException
 
-    settings, found = resolve_settings(_NOT_SPILLING), [list[Transfer]() for _ in range(ranks)]
     scratch = parse_url(url).child(f"dcp-s3-bench-{uuid.uuid4().hex[:12]}")
-    store = store_of(scratch, settings)
+    store, found, is_over = store_of(scratch, resolve_settings(_NOT_SPILLING)), list[Row](), False
     try:
         store.put(scratch.key("probe"), b"")
         _remove(store, scratch)  # that this may be done is seen before anything large is written
         answers = multiprocessing.get_context("spawn").SimpleQueue()
         with ranks_here(ranks, _be_rank, str(scratch), size, rounds, answers) as running:
-            is_over = False
             while not is_over:
                 try:
                     is_over = running.join(0.1)
                 except ProcessExitedException as error:
                     raise errors.DcpS3Error(f"rank {error.error_index}: {error}") from None
                 while not answers.empty():
-                    rank, answer = answers.get()
-                    if isinstance(answer, BaseException):  # the others would wait for it
+                    answer = answers.get()
+                    if isinstance(answer, BaseException):  # the other ranks would wait for this one
                         raise answer
-                    found[rank].append(answer)
-                progress(len(found[0]), 2 * rounds)
+                    found.append(answer)
+                progress(len(found), 2 * rounds)
         _remove(store, scratch)
     except BaseException:
         logger.warning("removing %s; if that fails, delete what is below it", scratch)
@@ -83,11 +69,7 @@ def bench(
         with contextlib.suppress(errors.StorageError):
             _remove(store, scratch)
         raise
-    joined = []
-    for same in zip(*found, strict=True):  # one transfer of all ranks
-        sums = {name: sum(getattr(one, name) for one in same) for name in ("bytes", "cpu_seconds")}
-        joined.append(replace(same[0], seconds=max(one.seconds for one in same), **sums))
-    return joined
+    return found
 
 
 def _remove(store: S3Store, url: CheckpointURL) -> None:
@@ -132,7 +114,7 @@ def _enter(rank: int, ranks: int, port: str, function: Callable[..., None], argu
 
 
 def _be_rank(url: str, size: int, rounds: int, answers: Any) -> None:
-    """Put this rank's transfers into ``answers``, or why one failed."""
+    """Put why this rank failed into ``answers``, and on rank 0 a `Row` for each transfer."""
     import torch
     import torch.distributed as dist
     from torch.distributed.checkpoint.api import CheckpointException
@@ -142,11 +124,12 @@ def _be_rank(url: str, size: int, rounds: int, answers: Any) -> None:
     from dcp_s3.load.reader import S3StorageReader
     from dcp_s3.save.writer import S3StorageWriter
 
-    rank = launch().rank
+    rank, ranks = launch().rank, launch().world_size
     try:
-        torch.set_num_threads(max(1, torch.get_num_threads() // launch().world_size))
+        torch.set_num_threads(max(1, torch.get_num_threads() // ranks))
         dist.init_process_group("gloo", timeout=timedelta(days=1))  # the parent ends all ranks if one ends
-        loaded = make_state(rank, size, 0)
+        loaded, measured = make_state(rank, size, 0), [(0.0, 0.0)] * ranks
+        gib = ranks * sum(tensor.nbytes for tensor in loaded.values()) / 2**30
         for number in range(1, rounds + 1):
             state, where = make_state(rank, size, number), f"{url}/round-{number}"
             for direction in ("save", "load"):
@@ -156,15 +139,17 @@ def _be_rank(url: str, size: int, rounds: int, answers: Any) -> None:
                     save(dict(state), storage_writer=S3StorageWriter(where, settings=_NOT_SPILLING))
                 else:
                     load(dict(loaded), storage_reader=S3StorageReader(where, settings=_NOT_SPILLING))
-                seconds, cpu = time.perf_counter() - began, time.process_time() - cpu
-                count = sum(tensor.nbytes for tensor in state.values())
-                answers.put((rank, Transfer(direction, number, count, seconds, cpu)))
+                mine = time.perf_counter() - began, time.process_time() - cpu
+                dist.all_gather_object(measured, mine)
+                seconds, cpu = max(wall for wall, _ in measured), sum(cpu for _, cpu in measured)
+                if rank == 0:
+                    answers.put((number, direction, seconds, gib / seconds, cpu / gib))
             check(state, loaded)
     except (Exception, CheckpointException) as error:  # noqa: BLE001 - told to the parent, which ends all
         causes: dict[int, BaseException] = {rank: error}
         if isinstance(error, CheckpointException):
             causes = {number: cause for number, (cause, _) in error.failures.items()}
-        answers.put((rank, errors.DcpS3Error(f"it failed: {name_failed(causes)}")))
+        answers.put(errors.DcpS3Error(f"it failed: {name_failed(causes)}"))
 
 
 def make_state(rank: int, size: int, number: int) -> dict[str, Tensor]:

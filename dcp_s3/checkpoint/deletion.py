@@ -260,8 +260,9 @@ class Deleter:
             self.store.put(key, listed.to_json())
             lists = {key, *(look() or ())}
             begun = True
-            self.delete_all(merged)
-            for step in commits:
+            if merged:
+                self.delete_all(merged)
+            for step in filter(None, commits):
                 if self.delete_all(step, deadline, watch) and watch is None:
                     raise LeftAloneError("it was overwritten")
             self.delete_all(others, look=watch)

@@ -219,9 +219,6 @@ class DoctorReport:
         found = [asdict(each) for each in self.checks]
         return {"url": self.url, "ok": self.ok, "row": self.row, "checks": found}
 
-    def __repr__(self) -> str:
-        return f"DoctorReport({self.url!r}, {len(self.checks)} checks, {len(self.failed)} failed)"
-
     def __str__(self) -> str:
         return "\n".join([*map(format_result, self.checks), conclude(self)])
 

@@ -16,7 +16,6 @@ from dcp_s3.url import parse_url
 
 if TYPE_CHECKING:
     from dcp_s3.retention.prune import PruneReport
-    from dcp_s3.spill.store import SpillStore
 
 
 @cli.app.command()
@@ -76,6 +75,7 @@ def drain(
 
     Exit status 1: something still waits or was set aside; the reason is shown.
     """
+    from dcp_s3.cli import tables
     from dcp_s3.settings import resolve_settings
     from dcp_s3.spill.drain import Drainer
     from dcp_s3.spill.store import SpillStore
@@ -87,7 +87,17 @@ def drain(
     if not store.path.is_dir():
         raise typer.BadParameter(f"there is no directory {store.path}", param_hint="DIR")
     if status:
-        _show_spilled(store)
+        table = tables.make_table(("checkpoint", "what", "state", ">size", ">age"))
+        saves, broken = store.read()
+        for journal in (save.journal for save in saves):
+            what, age = "data" if journal.commit is None else "commit", time.time() - journal.created_at
+            cells = journal.url, what, journal.state.value, format_size(journal.size), tables.format_age(age)
+            tables.add_row(table, cells)
+        if table.row_count:
+            tables.show(table)
+        for kind, found in (("damaged", broken), ("set aside", store.list_refused())):
+            for each in found:
+                cli.print_line(f"{kind}: {each.path}: {each.reason}")
         return
     with cli.ended_like_ctrl_c(), cli.progress("drain") as callbacks:
         callbacks["on_total"](sum(save.journal.size for save in store.scan()))
@@ -107,22 +117,6 @@ def drain(
     )
     if report.waiting or store.list_refused():
         raise typer.Exit(cli.FAILED)
-
-
-def _show_spilled(store: SpillStore) -> None:
-    """Show what waits in a spill directory, and what was set aside."""
-    from dcp_s3.cli import tables
-
-    table = tables.make_table(("checkpoint", "what", "state", ">size", ">age"))
-    saves, broken = store.read()
-    for journal in (save.journal for save in saves):
-        what, age = "data" if journal.commit is None else "commit", tables.format_age(time.time() - journal.created_at)
-        tables.add_row(table, (journal.url, what, journal.state.value, format_size(journal.size), age))
-    if table.row_count:
-        tables.show(table)
-    for kind, found in (("damaged", broken), ("set aside", store.list_refused())):
-        for each in found:
-            cli.print_line(f"{kind}: {each.path}: {each.reason}")
 
 
 @cli.app.command()
@@ -157,7 +151,7 @@ def prune(
     settings = resolve_settings(None)
     with cli.wrong_usage("POLICY or --grace"):
         policy = parse_policy(" ".join(policies or ()))
-        seconds = pruning.check_grace(settings.retention_grace if grace is None else grace, force=force)
+        seconds = pruning.check_grace(grace, settings, force=force)
     policy = policy_from_settings(settings) if policy is None else policy
     if not dry_run:
         cli.require_yes(yes)

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from dcp_s3.cli import app as cli
-from dcp_s3.errors import CheckpointNotFoundError, DcpS3Error
+from dcp_s3.errors import CheckpointNotFoundError, DcpS3Error, EntryNotFoundError
 from dcp_s3.units import format_size, parse_size, plural
 
 
@@ -66,13 +66,15 @@ def show(
     With --filter only the entries. Objects are listed with --all, and if one is missing or not used.
     """
     from dcp_s3.cli import tables
-    from dcp_s3.offline.names import matches, no_match_error
+    from dcp_s3.offline.names import closest, matches
     from dcp_s3.retention.catalog import describe
 
     details = describe(url)
     entries = [entry for entry in details.entries if not filter or matches(entry.fqn, filter)]
     if filter and not entries:
-        raise no_match_error(filter, [entry.fqn for entry in details.entries], url)
+        near = closest(" ".join(filter), [entry.fqn for entry in details.entries])
+        what = f"{url} has no entry that matches {', '.join(map(repr, filter))}{near}"
+        raise EntryNotFoundError(what, url=url, fqn=" ".join(filter))
     if as_json:
         cli.print_json(details.to_dict() | {"entries": [vars(entry) for entry in entries]})
         return
@@ -82,32 +84,6 @@ def show(
         tables.show(tables.entries(entries, alone=everything))
     if not filter and (everything or any(each.size is None or not each.used for each in details.objects)):
         tables.show(tables.objects(details.objects))
-
-
-def _show_settings(as_json: bool) -> None:
-    from dcp_s3.cli import tables
-    from dcp_s3.retention.policy import policy_from_settings
-    from dcp_s3.s3.client import find_chain
-    from dcp_s3.settings import ENV_PREFIX, resolve_settings
-
-    settings = resolve_settings(None)
-    policy_from_settings(settings)  # raises if it is not a valid policy
-    chain, rows = find_chain(settings), []
-    for name in type(settings).model_fields:  # no secret is among them
-        value, source = getattr(settings, name), "default"
-        if name in settings.model_fields_set:
-            source = f"{ENV_PREFIX}{name.upper()}"
-        elif name in chain:
-            value, source = chain[name].value, chain[name].source
-        rows.append({"name": name, "value": value, "source": source})
-    if as_json:
-        cli.print_json(rows)
-        return
-    table = tables.make_table(("setting", "value", "from"))
-    for row in rows:
-        value = "unset" if row["value"] is None else row["value"]
-        tables.add_row(table, (row["name"], value, row["source"]), style="dim" if row["source"] == "default" else "")
-    tables.show(table)
 
 
 @cli.app.command()
@@ -120,13 +96,33 @@ def doctor(
 
     Small probe objects are written below URL and removed again. The last line is the store's row in docs/stores.md.
     """
+    from dcp_s3.checkup import doctor as checkup
+    from dcp_s3.cli import tables
+    from dcp_s3.retention.policy import policy_from_settings
+    from dcp_s3.s3.client import find_chain
+    from dcp_s3.settings import ENV_PREFIX, resolve_settings
+
     if settings:
-        _show_settings(as_json)
+        given = resolve_settings(None)
+        policy_from_settings(given)  # raises if it is not a valid policy
+        chain, rows = find_chain(given), []
+        table = tables.make_table(("setting", "value", "from"))
+        for name in type(given).model_fields:  # no secret is among them
+            value, source = getattr(given, name), "default"
+            if name in given.model_fields_set:
+                source = f"{ENV_PREFIX}{name.upper()}"
+            elif name in chain:
+                value, source = chain[name].value, chain[name].source
+            rows.append({"name": name, "value": value, "source": source})
+            cells = name, "unset" if value is None else value, source
+            tables.add_row(table, cells, style="dim" if source == "default" else "")
+        if as_json:
+            cli.print_json(rows)
+        else:
+            tables.show(table)
         return
     if url is None:
         raise typer.BadParameter("s3://bucket/prefix is missing; only --settings needs none", param_hint="URL")
-    from dcp_s3.checkup import doctor as checkup
-
     with cli.ended_like_ctrl_c():
         report = checkup.doctor(
             url, on_result=lambda each: None if as_json else cli.print_line(checkup.format_result(each))
@@ -207,10 +203,8 @@ def bench(
         found = run_bench(url, size=count, ranks=ranks, rounds=rounds, progress=step)
     cli.print_line(f"{plural(ranks, 'rank')}; what was loaded is what was saved, bit by bit")
     table = tables.make_table((">round", "direction", ">seconds", ">GiB/s", ">CPU s/GiB"))
-    for each in found:
-        gib = each.bytes / 2**30
-        rates = (f"{rate:.2f}" for rate in (each.seconds, gib / each.seconds, each.cpu_seconds / gib))
-        tables.add_row(table, (each.round, each.direction, *rates))
+    for number, direction, *rates in found:
+        tables.add_row(table, (number, direction, *(f"{rate:.2f}" for rate in rates)))
     tables.show(table)
 
 

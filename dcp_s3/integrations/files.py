@@ -75,45 +75,45 @@ class WriteStream(io.RawIOBase):
         return True
 
     def write(self, data: Any) -> int:
-        view = memoryview(data).cast("B")
-        own = None
+        view, own = memoryview(data).cast("B"), memoryview(b"")
         if view.nbytes > _SHORT:  # a view that keeps its tensor alive, if the memory is a tensor's
             address: int = numpy.frombuffer(view, numpy.uint8).ctypes.data
             if (index := bisect.bisect_right(self._starts, address) - 1) >= 0:
-                start = address - self._starts[index]
-                own = self._memory[self._starts[index]][start : start + view.nbytes]
-        if own is None or own.nbytes < view.nbytes:
+                start = self._starts[index]
+                own = self._memory[start][address - start :][: view.nbytes]
+        is_own = 0 < own.nbytes == view.nbytes
+        if not is_own:
             self._copied += view
-            own = None
-        if self._copied and (own is not None or len(self._copied) >= _CHUNK):
+        if self._copied and (is_own or len(self._copied) >= _CHUNK):
             self._pass_on(Piece.of(self._copied))
             self._copied = bytearray()
-        if own is not None:
+        if is_own:
             self._pass_on(Piece.of(own))
         return view.nbytes
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         torch.serialization.set_crc32_options(self._computes_crc32)
-        if kind is None:
-            self.close()
-        else:
-            self.__del__()
+        self._given_up = kind is not None
+        self.close()
 
     def __del__(self) -> None:
-        if not self.closed:
-            super().close()
-            self._given_up = True
-            with contextlib.suppress(Exception):  # another failure is on its way
-                self._pass_on(None)
-                self._sending.result()
+        self._given_up = True
+        self.close()
 
     def close(self) -> None:
-        if not self.closed:
-            super().close()
-            if self._copied:
-                self._pass_on(Piece.of(self._copied))
+        if self.closed:
+            return
+        super().close()
+        if self._copied and not self._given_up:
+            self._pass_on(Piece.of(self._copied))
+        try:
             self._pass_on(None)
-            self._done(self._sending.result())
+            sent = self._sending.result()
+        except Exception:
+            if not self._given_up:  # else another failure is on its way
+                raise
+        else:
+            self._done(sent)
 
     def _pass_on(self, piece: Piece | None) -> None:
         while not self._sending.done():
@@ -124,8 +124,7 @@ class WriteStream(io.RawIOBase):
 
     def _send(self, store: Store, key: str) -> StreamedObject:
         def pieces() -> Iterator[Piece]:
-            while (piece := self._waiting.get()) is not None:
-                yield piece
+            yield from iter(self._waiting.get, None)
             if self._given_up:
                 raise Cancelled
 

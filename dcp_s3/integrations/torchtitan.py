@@ -15,11 +15,11 @@ from dcp_s3.format.layout import step_of
 from dcp_s3.integrations import require
 from dcp_s3.integrations.saves import Saves, load_state
 from dcp_s3.manager.agree import Ranks
-from dcp_s3.manager.arguments import check_settings
 from dcp_s3.manager.background import retain
 from dcp_s3.manager.select_checkpoint import ChosenCheckpoint, choose, impatient, latest_order, step_order
 from dcp_s3.retention.catalog import CheckpointCatalog
 from dcp_s3.retention.policy import KeepLatest, parse_policy, policy_from_settings
+from dcp_s3.retention.prune import check_grace
 from dcp_s3.settings import resolve_settings
 from dcp_s3.stage.stager import S3Stager
 from dcp_s3.url import is_s3_url
@@ -56,12 +56,12 @@ class S3CheckpointManager(CheckpointManager):
         def __post_init__(self) -> None:
             given: Any = self
             path = (given.initial_load_path or "").strip()
-            if given.initial_load_in_hf and not given.initial_load_in_hf_quantized and is_s3_url(path):
+            is_ours = given.initial_load_in_hf and not given.initial_load_in_hf_quantized and is_s3_url(path)
+            if is_ours:
                 given.initial_load_path = None  # torchtitan has no reader for it, and refuses it
-                CheckpointManager.Config.__post_init__(self)
+            CheckpointManager.Config.__post_init__(self)
+            if is_ours:
                 given.initial_load_path = path
-            else:
-                CheckpointManager.Config.__post_init__(self)
             parse_policy(self.retention)
 
     def __init__(self, config: Config, **components: Any) -> None:
@@ -83,7 +83,8 @@ class S3CheckpointManager(CheckpointManager):
             policy = parse_policy(config.retention) if config.retention else policy_from_settings(self._settings)
             if policy is None and config.keep_latest_k:
                 policy = KeepLatest(config.keep_latest_k)
-            check_settings(self._settings, prunes=policy is not None)
+            if policy is not None:
+                check_grace(None, self._settings, force=False)  # or every retention run would fail
             # torchtitan makes one of its own only where there is none, and closes it.
             self.stager = S3Stager(self._settings, asynchronous=self.async_mode == AsyncMode.ASYNC_WITH_PINNED_MEM)
             retention = None

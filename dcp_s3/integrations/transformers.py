@@ -102,12 +102,11 @@ class S3Checkpoints(_AnyTrainer):
         with contextlib.ExitStack() as stack:
             manager = CheckpointManager(self.checkpoint_root, retention=policy, overwrite=True)
             self._manager = stack.enter_context(manager)
+            folder = None if wanted is None else stack.enter_context(tempfile.TemporaryDirectory())
             try:
-                folder = None if wanted is None else stack.enter_context(tempfile.TemporaryDirectory())
-                if not self._find(wanted, folder):
-                    folder = None
+                resumes = self._find(wanted, folder)
                 self.args.save_total_limit = None  # it would be applied to what lies in output_dir
-                return super().train(resume_from_checkpoint=folder, **kwargs)
+                return super().train(resume_from_checkpoint=folder if resumes else None, **kwargs)
             finally:
                 self.args.save_total_limit = limit
                 self._manager = self._resumed = self._training = None

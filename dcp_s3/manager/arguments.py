@@ -13,7 +13,6 @@ from torch.distributed.checkpoint.stateful import Stateful
 from dcp_s3 import errors
 from dcp_s3.checkpoint.commit import check_metrics as check_storable
 from dcp_s3.retention.policy import PolicyFunction, parse_policy, policy_from_settings
-from dcp_s3.retention.prune import check_grace
 from dcp_s3.settings import Settings
 
 
@@ -53,11 +52,6 @@ def to_state_dict(state: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value.state_dict() if isinstance(value, Stateful) else value for name, value in state.items()}
 
 
-def step_name(step: int) -> str:
-    """Name of a step below the root."""
-    return f"step-{step:08d}"
-
-
 def check_coordination(coordination: object, process_group: object) -> None:
     if coordination not in ("collectives", "s3"):
         raise errors.CheckpointError(f"coordination = {_show(coordination)}, expected 'collectives' or 's3'")
@@ -77,9 +71,3 @@ def resolve_policy(retention: PolicyFunction | str | None, settings: Settings) -
             f"retention = {_show(retention)}, expected a policy, for example KeepLatest(3), or text like 'latest:3'"
         )
     return retention
-
-
-def check_settings(settings: Settings, prunes: bool) -> None:
-    """Refuse (SettingsError) settings that would make every retention run fail."""
-    if prunes:
-        check_grace(settings.retention_grace, force=False)

@@ -30,6 +30,7 @@ from dcp_s3.manager.select_checkpoint import look_at_disk
 from dcp_s3.manager.step_policy import SavePolicyFunction, StepDecisions, asks_ranks, check_policy
 from dcp_s3.retention.catalog import CheckpointCatalog
 from dcp_s3.retention.policy import PolicyFunction, policy_name
+from dcp_s3.retention.prune import check_grace
 from dcp_s3.save.writer import S3StorageWriter
 from dcp_s3.settings import SettingsLike, resolve_settings
 from dcp_s3.stage.stager import S3Stager
@@ -107,6 +108,7 @@ class CheckpointManager(RunReader):
         self.on_event, self.read_only, self.overwrite = on_event, read_only, overwrite
         self.replicas, self.incremental, self.weights_only = replicas, incremental, weights_only
         self._should_save = None if read_only else should_save
+        self._uses_disks = coordination == "collectives" and not read_only
         arguments.check_coordination(coordination, process_group)
 
         def configure() -> tuple[dict[str, object], dict[str, int | None]]:
@@ -114,7 +116,8 @@ class CheckpointManager(RunReader):
             self.settings = resolve_settings(settings, incremental=incremental)
             self.retention = arguments.resolve_policy(retention, self.settings)
             check_policy(self._should_save)
-            arguments.check_settings(self.settings, prunes=self.retention is not None)
+            if self.retention is not None:
+                check_grace(None, self.settings, force=False)  # or every retention run would fail
             self._catalog = CheckpointCatalog(self.root_url, settings=self.settings)
             self._stager = None if read_only else S3Stager(self.settings, on_event=on_event)
             run = {
@@ -122,10 +125,9 @@ class CheckpointManager(RunReader):
                 "read_only": read_only,
                 "should_save (whether it needs more than the step)": asks_ranks(self._should_save),
             }
-            waiting = look_at_disk(self._catalog).commits if disks else ()
+            waiting = look_at_disk(self._catalog).commits if self._uses_disks else ()
             return run, {each.info.url: each.info.step for each in waiting}
 
-        disks = coordination == "collectives" and not read_only
         if coordination == "collectives":
             # First: through the group the other ranks learn if the arguments of one rank are wrong.
             self._ranks = Ranks(process_group)

@@ -23,7 +23,7 @@ from dcp_s3.load.reader import S3StorageReader
 from dcp_s3.manager import arguments
 from dcp_s3.manager import select_checkpoint as select
 from dcp_s3.manager.agree import Failures, Ranks, check_same, for_others
-from dcp_s3.manager.arguments import check_step, step_name
+from dcp_s3.manager.arguments import check_step
 from dcp_s3.manager.inflight import SavesInFlight
 from dcp_s3.manager.step_policy import StepDecisions
 from dcp_s3.retention.catalog import CheckpointCatalog
@@ -78,6 +78,8 @@ class RunReader:
     _left: dict[str, int | None]
     """Steps by URL that an earlier run left on disk and this run has not reached yet. If this run saves one of them,
     it has diverged from that run, and replaces the old checkpoint."""
+    _uses_disks: bool
+    """Whether what waits on local disks counts."""
     _closed = False
 
     @property
@@ -95,7 +97,7 @@ class RunReader:
         >>> CheckpointManager("s3://bucket/run", read_only=True).url(2000)
         's3://bucket/run/step-00002000'
         """
-        return str(self.root.child(step_name(check_step(step))))
+        return str(self.root.child(f"step-{check_step(step):08d}"))
 
     def restore(
         self,
@@ -208,10 +210,6 @@ class RunReader:
         except Exception as error:  # noqa: BLE001 - all ranks are told
             mine = {ranks.rank: for_others(error)}
         return {rank: error for each in ranks.gather(mine) for rank, error in each.items()}
-
-    @property
-    def _uses_disks(self) -> bool:
-        return self._ranks.collective and not self.read_only
 
     def _first(self, order: select.Order) -> int | None:
         disk = select.look_at_disk(self._catalog) if self._uses_disks else select.Disk()

@@ -14,14 +14,13 @@ from dcp_s3.checkpoint.info import CheckpointInfo, age_order
 from dcp_s3.checkpoint.look import find_damage, tell_unreadable
 from dcp_s3.coordination.processes import settle_saves
 from dcp_s3.failures import name_failed
-from dcp_s3.format.control_files import Manifest, ObjectEntry
+from dcp_s3.format.control_files import ObjectEntry
 from dcp_s3.format.layout import METADATA
 from dcp_s3.manager.agree import Failures, Ranks
 from dcp_s3.retention.catalog import CheckpointCatalog
 from dcp_s3.retention.policy import AnyOf, KeepBest, Mode, PolicyFunction, best_first
 from dcp_s3.settings import Settings
 from dcp_s3.spill.drain import drain_in_background
-from dcp_s3.spill.local import find_commits
 from dcp_s3.spill.store import open_store
 from dcp_s3.url import parse_url
 
@@ -234,17 +233,11 @@ def look_at_disk(catalog: CheckpointCatalog) -> Disk:
     if store is None:
         return Disk()
     # Read before the files: a checkpoint that is drained meanwhile then lacks files, and is looked for on S3.
-    manifests = {
-        journal.url: Manifest.from_json(data)
-        for journal, data, _ in find_commits(store)
-        if journal.commit is not None and journal.commit.rank is None
+    commits = {
+        info.url: WaitingCheckpoint(info, tuple(manifest.objects))  # of several the last, as a load does
+        for info, manifest in catalog.waiting()
+        if manifest.rank is None
     }
-    infos = {info.url: info for info in catalog.local()}
-    commits = tuple(
-        WaitingCheckpoint(infos[url], tuple(manifest.objects))
-        for url, manifest in manifests.items()
-        if url in infos and infos[url].save_id == manifest.save_id
-    )
     root = f"{catalog.root}/"
     waiting = {
         (save.journal.url, spilled.entry.path): spilled.entry.size
@@ -252,7 +245,7 @@ def look_at_disk(catalog: CheckpointCatalog) -> Disk:
         if save.journal.url.startswith(root)
         for spilled in save.journal.objects
     }
-    return Disk(commits, waiting)
+    return Disk(tuple(commits.values()), waiting)
 
 
 def _try_local(

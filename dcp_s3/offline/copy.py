@@ -186,12 +186,10 @@ class _Copy:
                 if path not in commits
             )
         )
-        exists = errors.CheckpointExistsError(
+        exists = exists_error(target.url) if target.url else errors.CheckpointExistsError(
             f"{target.name} is not empty, and holds no unfinished download of {self.origin.name}. Remedy: give "
-            "another directory, empty this one, or pass overwrite=True",
-            url=self.origin.name,
-        )
-        exists = exists_error(target.url) if target.url else exists
+            "another directory, empty this one, or pass overwrite=True", url=self.origin.name,
+        )  # fmt: skip
         if not is_ours and not overwrite:
             raise exists
         old = Previous() if is_ours or not target.url else find_previous(target.store, SaveIdentity(target.url, ""))
@@ -253,13 +251,12 @@ class _Copy:
         if None not in (expected, found):
             return found == expected
         # Without a checksum of the store: a name with a nonce is of one save only.
-        return bool(classify(path).nonce) or (committed and self._has_same_bytes(path))
-
-    def _has_same_bytes(self, path: str) -> bool:
+        if classify(path).nonce or not committed:
+            return bool(classify(path).nonce)
         with self.streams:
             for start in range(0, self.files[path], BLOCK):
                 blocks = [bytearray(min(BLOCK, self.files[path] - start)) for _ in range(2)]
-                for place, block in zip((self.origin, self.target), blocks, strict=True):
+                for place, block in zip((origin, target), blocks, strict=True):
                     place.store.read(place.key(path), start, memoryview(block))
                 if blocks[0] != blocks[1]:
                     return False

@@ -126,10 +126,11 @@ def export(
         clash = next((file.name for file in files if file.name in attached), None)
         if clash is not None:
             raise WeightsError(f"the checkpoint has an attachment {clash}, in whose place weights would be written")
-        if found := target.names():
-            raise WeightsError(
-                f"{target.name} is not empty (it has {found[0]}). Remedy: empty it, or give another destination"
-            )
+        prefix = target.key("")
+        there = [each.key for each in target.store.page(prefix).objects if each.key != prefix]
+        if there:
+            found = there[0].removeprefix(prefix).partition("/")[0]
+            raise WeightsError(f"{target.name} is not empty (it has {found}). Remedy: empty it, or give another one")
         size = sum(file.size for file in files)
         if on_total is not None:
             on_total(size)

@@ -16,12 +16,6 @@ def matches(name: str, patterns: Iterable[str]) -> bool:
     return any(name == pattern or fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
 
-def no_match_error(patterns: list[str], names: list[str], url: str) -> errors.EntryNotFoundError:
-    shown = ", ".join(map(repr, patterns))
-    message = f"{url} has no entry that matches {shown}{closest(' '.join(patterns), names)}"
-    return errors.EntryNotFoundError(message, url=url, fqn=" ".join(patterns))
-
-
 def closest(name: str, names: Sequence[str]) -> str:
     """The end of a message: the names that are most like ``name``, which is none of them, or a pattern."""
     plain = re.sub(r"[\\^$*?()\[\]]", "", name)

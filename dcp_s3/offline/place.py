@@ -50,13 +50,6 @@ class Place:
         prefix = self.key("")
         return {each.key.removeprefix(prefix): each for each in self.store.list(prefix).objects}
 
-    def names(self) -> list[str]:
-        """Names of the files and directories right there."""
-        prefix = self.key("")
-        found = self.store.list(prefix, "/")
-        keys = [*(each.key for each in found.objects if each.key != prefix), *found.prefixes]
-        return [key.removeprefix(prefix).rstrip("/") for key in keys]
-
 
 def ahead(
     function: Callable[[T], U],

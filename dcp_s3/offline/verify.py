@@ -50,9 +50,6 @@ class Problem:
     what: str
     """What is wrong."""
 
-    def __repr__(self) -> str:
-        return one_line("Problem", repr(self.path), self.what, fqn=self.fqn)
-
     def __str__(self) -> str:
         return f"{self.path}: {self.what}" if self.fqn is None else f"{self.path}: {self.fqn!r} {self.what}"
 

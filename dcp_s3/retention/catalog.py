@@ -6,10 +6,9 @@ touched. `latest` looks closer at the checkpoint that it returns.
 
 from __future__ import annotations
 
-import functools
 import logging
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection
 from dataclasses import asdict, dataclass, replace
 from itertools import chain
 from typing import Any
@@ -26,9 +25,8 @@ from dcp_s3.retention.plan import BOARDS, BOARDS_STAY, CatalogSnapshot, OpenUplo
 from dcp_s3.s3.store import store_of
 from dcp_s3.settings import SettingsLike, resolve_settings
 from dcp_s3.spill.local import find_commits
-from dcp_s3.spill.store import open_store
+from dcp_s3.spill.store import SpillStore
 from dcp_s3.store import Store
-from dcp_s3.units import one_line
 from dcp_s3.url import URLLike, parse_url
 
 logger = logging.getLogger(__name__)
@@ -54,9 +52,6 @@ class CheckpointCatalog:
         self.root = parse_url(root)
         self.settings = resolve_settings(settings)
         self.store = store_of(self.root, self.settings) if store is None else store
-
-    def __repr__(self) -> str:
-        return one_line("CheckpointCatalog", repr(str(self.root)))
 
     def checkpoints(self) -> list[CheckpointInfo]:
         """The checkpoints, oldest first. An uncommitted one is ``in_progress``, or ``leftover`` if it is older than the
@@ -148,29 +143,39 @@ class CheckpointCatalog:
         >>> CheckpointCatalog("s3://bucket/run", settings={"spill_dir": "/nvme/spill"}).local()
         []
         """
-        spill, found = open_store(self.settings), []
-        for journal, data, _ in find_commits(spill) if spill else ():
-            url = parse_url(journal.url)
+        return sorted((info for info, _ in self.waiting()), key=age_order)
+
+    def waiting(self) -> list[tuple[CheckpointInfo, Manifest]]:
+        """The ``local`` checkpoints and their manifests, in the order in which they were saved.
+
+        >>> CheckpointCatalog("s3://bucket/run").waiting()
+        []
+        """
+        found: list[tuple[CheckpointInfo, Manifest]] = []
+        if self.settings.spill_dir is None:
+            return found
+        for journal, data, _ in find_commits(SpillStore(self.settings.spill_dir)):
+            url, manifest = parse_url(journal.url), Manifest.from_json(data)
             if str(url) == str(self.root.child(url.name)):
-                info = summarize(url, Directory.of_sizes({METADATA: 0}), {None: Manifest.from_json(data)})
-                found.append(replace(info, state="local", etag=None, modified_at=None))
-        return sorted(found, key=age_order)
+                info = summarize(url, Directory.of_sizes({METADATA: 0}), {None: manifest})
+                found.append((replace(info, state="local", etag=None, modified_at=None), manifest))
+        return found
 
     def _look(
         self, local: Collection[CheckpointInfo] = (), *, whole: bool = False
-    ) -> tuple[float, list[str], list[CheckpointInfo], dict[str, Inspected]]:
-        """When the root was listed, by the clock of S3; the names right there; the checkpoints among them and the
-        ``local`` ones, one per name, oldest first; and what was found of them on S3, by name.
+    ) -> tuple[float, dict[str, int], list[CheckpointInfo], dict[str, Inspected]]:
+        """When the root was listed, by the clock of S3; the names right there, with their steps; the checkpoints among
+        them and the ``local`` ones, one per name, oldest first; and what was found of them on S3, by name.
 
         The newest committed one is there, or a newer one. ``local`` was found before: a checkpoint drained meanwhile is
         then seen twice, not missed.
         """
         while True:
             now, names, found = self._inspect(whole=whole)
-            committed = {name: each.info.step for name, each in found.items() if each.info.committed}
-            only = functools.partial(_may_be_newer, committed)
+            newest = max((names[each.info.name] for each in found.values() if each.info.committed), default=-2)
             # A prune may be faster than a look at what was the newest: then there is a newer one.
-            if not any(map(only, names)) or not any(each.info.committed for each in self._inspect(only)[2].values()):
+            above = any(step > newest for step in names.values())
+            if not above or not any(each.info.committed for each in self._inspect(newest)[2].values()):
                 break
         infos = {name: each.info for name, each in found.items()}
         for info in local:
@@ -179,26 +184,18 @@ class CheckpointCatalog:
             infos[info.name] = replace(keep, waiting=True)
         return now, names, sorted(infos.values(), key=age_order), found
 
-    def _inspect(
-        self, only: Callable[[str], bool] = lambda _: True, *, whole: bool = False
-    ) -> tuple[float, list[str], dict[str, Inspected]]:
-        """One look, at ``only`` these names."""
+    def _inspect(self, above: int = -2, *, whole: bool = False) -> tuple[float, dict[str, int], dict[str, Inspected]]:
+        """One look, at what has a step ``above`` this one; -1 stands for none."""
         start = self.root.key("")
         listed = self.store.list(start, "/")
         now = time.time() if listed.server_time is None else listed.server_time
-        names = [name for prefix in listed.prefixes if only(name := prefix[len(start) : -1])]
+        steps = {name: step_of(name) for name in (prefix[len(start) : -1] for prefix in listed.prefixes)}
+        names = {name: -1 if step is None else step for name, step in steps.items()}
         looked = self.store.map(
             lambda store, name: inspect(store, self.root.child(name), whole=whole),
-            [name for name in names if name not in _NO_CHILD],
+            [name for name, step in names.items() if step > above and name not in _NO_CHILD],
         )
         return now, names, {each.info.name: each for each in looked if each is not None}
-
-
-def _may_be_newer(committed: Mapping[str, int | None], name: str) -> bool:
-    """Whether a name that was not found committed may be that of a newer checkpoint than all that were: their steps by
-    name."""
-    step, steps = step_of(name), [-1 if step is None else step for step in committed.values()]
-    return name not in committed and (not steps or (step is not None and step > max(steps)))
 
 
 def list_checkpoints(root: URLLike, *, settings: SettingsLike = None) -> list[CheckpointInfo]:

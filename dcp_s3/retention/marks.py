@@ -44,9 +44,9 @@ def annotate(
         CheckpointNotFoundError: no committed checkpoint is there.
         InvalidURLError, StorageError
     """
-    where, store = _open(url, settings, store)
-    check_added(metrics, url=str(where))
-    info, conflicts = _require_committed(store, where), 0
+    check_added(metrics, url=str(parse_url(url)))
+    where, store, info = _open_committed(url, settings, store)
+    conflicts = 0
     of = info.save_id or info.etag or ""
     while True:
         etag, before = read_added(store, where)
@@ -74,8 +74,7 @@ def pin(url: URLLike, reason: str | None = None, *, settings: SettingsLike = Non
         CheckpointDeletedError: a prune is deleting it; it is not pinned.
         InvalidURLError, SettingsError, StorageError
     """
-    where, store = _open(url, settings, store)
-    info = _require_committed(store, where)
+    where, store, info = _open_committed(url, settings, store)
     body = {"reason": reason, "pinned_at": time.time()}
     store.put(where.key(PIN), (json.dumps(body) + "\n").encode())
     try:
@@ -92,20 +91,20 @@ def unpin(url: URLLike, *, settings: SettingsLike = None, store: Store | None = 
     >>> unpin("s3://bucket/run/step-00001000")
     True
     """
-    where, store = _open(url, settings, store)
+    where = parse_url(url)
+    store = store_of(where, resolve_settings(settings)) if store is None else store
     pinned = store.exists(where.key(PIN))
     if pinned:
         store.delete([where.key(PIN)])
     return pinned
 
 
-def _open(url: URLLike, settings: SettingsLike, store: Store | None) -> tuple[CheckpointURL, Store]:
+def _open_committed(
+    url: URLLike, settings: SettingsLike, store: Store | None
+) -> tuple[CheckpointURL, Store, CheckpointInfo]:
     where = parse_url(url)
-    return where, store_of(where, resolve_settings(settings)) if store is None else store
-
-
-def _require_committed(store: Store, url: CheckpointURL) -> CheckpointInfo:
-    found = inspect(store, url)
+    store = store_of(where, resolve_settings(settings)) if store is None else store
+    found = inspect(store, where)
     if found is None or not found.info.committed:
-        raise not_found_error(url)
-    return found.info
+        raise not_found_error(where)
+    return where, store, found.info

@@ -59,9 +59,6 @@ class Decision:
     reasons: tuple[str, ...]
     """All reasons to keep it, floors first, then policies; or why it is deleted."""
 
-    def __repr__(self) -> str:
-        return one_line("Decision", self.action, repr(self.checkpoint.name), *self.reasons)
-
 
 @dataclass(frozen=True)
 class UnfinishedDeletion:
@@ -159,9 +156,25 @@ class CatalogSnapshot:
             policy: decides which committed checkpoints to keep (SettingsError if it fails); None keeps all of them.
             grace: seconds for which an uncommitted checkpoint counts as a save in progress.
         """
-        now, infos = self.now, sorted(self.checkpoints, key=age_order)
+        now, since, infos = self.now, self.now - grace, sorted(self.checkpoints, key=age_order)
         committed = [info for info in infos if info.committed]
-        active = self._active(now - grace)
+        # Directories that have something written after `since` count as being saved to.
+        written = "a save is in progress: an object was written within the grace period"
+        active: dict[str, str] = {}
+        for upload in self.uploads:
+            if upload.initiated_at > since:
+                active[upload.checkpoint] = "a save is in progress: an upload was begun within the grace period"
+        for leftover in self.leftovers:
+            if leftover.modified_at > since and not leftover.is_lease and leftover.checkpoint != BOARDS:
+                active[leftover.checkpoint] = written
+        for info in infos:
+            newest = info.modified_at
+            if info.state == "committed":  # a newer object is of a save in progress, or of a copy
+                newest = info.written_at if (info.written_at or 0.0) > (info.modified_at or 0.0) else -math.inf
+            if info.waiting or info.state == "local":
+                active[info.name] = "its commit waits in this host's spill directory"
+            elif newest is None or newest > since:
+                active[info.name] = written
         kept = _floors(infos, committed, active, now)
         found = {info.name: ["no policy"] for info in committed}
         if policy is not None:
@@ -179,29 +192,9 @@ class CatalogSnapshot:
         leftovers = [
             left
             for left in self.leftovers
-            if (left.modified_at < now - grace if left.checkpoint == BOARDS else left.checkpoint not in active)
+            if (left.modified_at < since if left.checkpoint == BOARDS else left.checkpoint not in active)
         ]
         return Plan(now, grace, tuple(decisions), tuple(uploads), tuple(leftovers), tuple(unfinished))
-
-    def _active(self, since: float) -> dict[str, str]:
-        """Reasons why directories count as being saved to, by name: they have something written after ``since``."""
-        written = "a save is in progress: an object was written within the grace period"
-        active: dict[str, str] = {}
-        for upload in self.uploads:
-            if upload.initiated_at > since:
-                active[upload.checkpoint] = "a save is in progress: an upload was begun within the grace period"
-        for leftover in self.leftovers:
-            if leftover.modified_at > since and not leftover.is_lease and leftover.checkpoint != BOARDS:
-                active[leftover.checkpoint] = written
-        for info in self.checkpoints:
-            newest = info.modified_at
-            if info.state == "committed":  # a newer object is of a save in progress, or of a copy
-                newest = info.written_at if (info.written_at or 0.0) > (info.modified_at or 0.0) else -math.inf
-            if info.waiting or info.state == "local":
-                active[info.name] = "its commit waits in this host's spill directory"
-            elif newest is None or newest > since:
-                active[info.name] = written
-        return active
 
 
 def _floors(

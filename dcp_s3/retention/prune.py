@@ -152,7 +152,7 @@ def prune(
     resolved = resolve_settings(settings)
     keep = parse_policy(policy) if isinstance(policy, str) else policy
     keep = policy_from_settings(resolved) if policy is None else keep
-    seconds = check_grace(resolved.retention_grace if grace is None else grace, force=force)
+    seconds = check_grace(grace, resolved, force=force)
     catalog = CheckpointCatalog(root, settings=resolved, store=store)
     if dry_run:
         return PruneReport(str(catalog.root), catalog.scan().plan(keep, grace=seconds), dry_run=True)
@@ -161,15 +161,16 @@ def prune(
     )
 
 
-def check_grace(grace: float | str, *, force: bool) -> float:
-    """The grace period in seconds."""
+def check_grace(grace: float | str | None, settings: Settings, *, force: bool) -> float:
+    """The grace period in seconds; None: that of the settings."""
+    given = settings.retention_grace if grace is None else grace
     try:
-        seconds = parse_duration(grace)
+        seconds = settings.retention_grace if grace is None else parse_duration(grace)
     except ValueError:
         raise errors.SettingsError(f"grace = {grace!r}, expected seconds, or text like 24h") from None
     if seconds < MIN_GRACE and not force:
         raise errors.SettingsError(
-            f"grace = {grace!r} is under {MIN_GRACE / 3600:.0f} h: a save that is going on could be taken for a "
+            f"grace = {given!r} is under {MIN_GRACE / 3600:.0f} h: a save that is going on could be taken for a "
             "leftover, and lose its objects. Remedy: a longer one; or pass force=True, if nothing is being saved there"
         )
     return seconds

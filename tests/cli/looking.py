@@ -1,14 +1,11 @@
-"""Runs commands that look at checkpoints, and saves some to look at."""
+"""Runs commands that look at checkpoints."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import torch
-import torch.distributed.checkpoint as dcp
 from typer.testing import CliRunner
 
-from dcp_s3 import S3StorageWriter
 from dcp_s3.cli.main import app
 
 
@@ -24,10 +21,3 @@ def words(output: str) -> list[list[str]]:
     """The cells of a table in a pipe, or the words of other lines. The first row of a table is its head."""
     lines = [line for line in output.splitlines() if line.strip()]
     return [[cell.strip() for cell in line.split("\t")] if "\t" in line else line.split() for line in lines]
-
-
-def save_layers(url: str, count: int, *, value: float = 1.0, **arguments: Any) -> str:
-    state = {f"model.layers.{number}.w": torch.full((8, 8), value) for number in range(count)}
-    state |= {"model.norm": torch.ones(3, dtype=torch.bfloat16), "step": 7}  # type: ignore[dict-item]
-    dcp.save(state, storage_writer=S3StorageWriter(url, **arguments), no_dist=True)
-    return url

@@ -10,12 +10,14 @@ from typing import Any
 
 import boto3
 import pytest
+import torch
+import torch.distributed.checkpoint as dcp
 from rich.console import Console
 
 import dcp_s3
 from dcp_s3 import annotate
 from dcp_s3.cli import app as shared
-from tests.cli.looking import run, save_layers, words
+from tests.cli.looking import run, words
 from tests.faulty import BUCKET, FaultyServer
 from tests.memory_s3 import Fault
 from tests.retention.making import delete, get, keys, put, save, save_on_ranks, state
@@ -89,7 +91,10 @@ def test_show_tells_what_was_saved(root: str, s3: Any) -> None:
 
 
 def test_show_has_a_line_for_names_that_are_alike_and_chooses_entries(root: str) -> None:
-    url = save_layers(f"{root}/step-7", 32)
+    url = f"{root}/step-7"
+    saved: dict[str, Any] = {f"model.layers.{number}.w": torch.ones(8, 8) for number in range(32)}
+    saved |= {"model.norm": torch.ones(3, dtype=torch.bfloat16), "step": 7}
+    dcp.save(saved, storage_writer=dcp_s3.S3StorageWriter(url), no_dist=True)
     rows = words(run("show", url).stdout)
     assert ["holds", "33 tensors with 2.05K parameters; 1 other entry"] in rows
     rows = rows[rows.index(["name", "entries", "parameters", "size", "dtype", "shape", "chunks"]) + 1 :]

@@ -179,11 +179,10 @@ def test_the_table_is_in_the_help_and_in_the_documentation() -> None:
 
 
 def test_a_dead_endpoint_is_named_at_the_first_retry_and_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "a")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "b")
-    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
-    monkeypatch.setenv("DCP_S3_RETRY_ATTEMPTS", "3")
-    monkeypatch.setenv("DCP_S3_ENDPOINT_URL", "http://127.0.0.1:9")
+    environment = {"AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b", "AWS_DEFAULT_REGION": "us-east-1"}
+    environment |= {"DCP_S3_RETRY_ATTEMPTS": "3", "DCP_S3_ENDPOINT_URL": "http://127.0.0.1:9"}
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
     first, last = run("ls", ROOT, status=1).stderr.splitlines()
     assert first.startswith("127.0.0.1:9 does not answer (EndpointConnectionError): attempt 2 of 3, waiting ")
     assert "after 3 attempts" in last

@@ -128,6 +128,20 @@ def test_a_store_that_fails_stops_the_writer() -> None:
         write_all()
 
 
+def test_a_store_that_fails_in_the_end_is_an_error_of_the_file() -> None:
+    class Full(OneBatch):
+        def put_stream(self, key: str, size: int, pieces: Iterable[Piece], **options: Any) -> StreamedObject:
+            assert [bytes(piece.view or b"") for piece in pieces] == [b"short"]
+            raise errors.TransferError("the store is full", bucket="b", key=key, operation="PutObject")
+
+    done: list[StreamedObject] = []
+    stream = WriteStream(Full(), "f", None, done.append)
+    stream.write(b"short")
+    with pytest.raises(errors.TransferError, match="full"):
+        stream.close()
+    assert done == []
+
+
 def opened(data: bytes, *, committed: bytes | None = None) -> io.BufferedReader:
     store = MemoryStore()
     store.put("file", data)

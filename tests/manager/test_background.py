@@ -130,36 +130,23 @@ def test_saves_that_commit_while_a_prune_runs_share_the_next_one() -> None:
     assert prune.calls == 2
 
 
-def test_a_wait_that_fails_for_any_reason_does_not_end_retention() -> None:
+@pytest.mark.parametrize("error", [OSError("the disk cannot be read"), errors.CheckpointError("set aside")])
+def test_a_save_that_can_not_be_committed_deletes_nothing_and_does_not_end_retention(error: Exception) -> None:
     prune, waited = StandInPrune(), threading.Event()
 
     def fails(_: float) -> None:
         waited.set()
-        raise OSError("the disk cannot be read")
+        raise error
 
-    retention = BackgroundRetention(prune, ROOT)
-    retention.saved(fails)
-    assert waited.wait(60)
-    assert retention.close(60)
-    retention = BackgroundRetention(prune, ROOT)
-    waited.clear()
-    retention.saved(fails)
-    assert waited.wait(60)
-    retention.saved(committed)
-    assert retention.close(60)
-    assert prune.calls == 1
-
-
-def test_a_save_that_can_not_be_committed_deletes_nothing() -> None:
-    prune = StandInPrune()
-
-    def refused(_: float) -> None:
-        raise errors.CheckpointError("set aside")
-
-    retention = BackgroundRetention(prune, ROOT)
-    retention.saved(refused)
-    assert retention.close(60)
-    assert prune.calls == 0
+    for later, pruned in (((), 0), ((committed,), 1)):
+        retention = BackgroundRetention(prune, ROOT)
+        waited.clear()
+        retention.saved(fails)
+        assert waited.wait(60)
+        for each in later:
+            retention.saved(each)
+        assert retention.close(60)
+        assert prune.calls == pruned
 
 
 def test_close_gives_up_on_a_prune_that_takes_too_long_and_tells_it_to_end(caplog: pytest.LogCaptureFixture) -> None:

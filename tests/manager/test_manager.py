@@ -22,11 +22,17 @@ from dcp_s3 import (
     errors,
 )
 from dcp_s3.events import Event, LoadStarted
+from dcp_s3.manager.select_checkpoint import look_at_disk
+from dcp_s3.spill.saving import spill_commit
+from dcp_s3.spill.store import SpillStore
 from tests.faulty import BUCKET, FaultyServer
 from tests.interpreter import Interpreter
 from tests.manager.making import blank, is_of, state
 from tests.memory_s3 import Fault
 from tests.retention.making import delete, keys, put
+from tests.retention.runs import Run
+
+pytestmark = pytest.mark.servers("memory")
 
 ROOT = f"s3://{BUCKET}/run"
 EXTRA = {"tokens": 10**12, "data": {"shard": 3, "seen": [1, 2.5, None, True]}, "commit": "a1b2"}
@@ -70,7 +76,6 @@ def test_a_run_is_saved_restored_and_thinned_out(root: str, s3: Any) -> None:
     assert names(root) == ["step-00000200", "step-00000400", "step-00000500"]
 
 
-@pytest.mark.servers("memory")
 def test_a_step_that_is_there_is_an_error_unless_overwritten(root: str) -> None:
     with CheckpointManager(root) as manager:
         manager.save(5, state(5))
@@ -143,7 +148,6 @@ def test_retention_that_fails_is_counted_and_saves_go_on(
     assert "in the policy" in caplog.text
 
 
-@pytest.mark.servers("memory")
 def test_the_latest_that_is_damaged_or_vanishes_is_passed_over(
     root: str, s3: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -177,7 +181,6 @@ def test_the_latest_that_is_damaged_or_vanishes_is_passed_over(
             manager.restore(loaded)  # never None: that would begin the run anew
 
 
-@pytest.mark.servers("memory")
 def test_what_a_restore_can_not_do_is_said(root: str, s3: Any) -> None:
     with CheckpointManager(root, retention=KeepLatest(3)) as manager:
         manager.save(1, state(1))
@@ -219,10 +222,18 @@ def test_retention_waits_for_a_save_that_is_only_on_local_disk(
     assert names(ROOT) == ["step-00000002"]
 
 
+def test_of_the_saves_of_a_url_that_wait_on_disk_the_last_one_counts_and_no_rank_alone(tmp_path: Path) -> None:
+    run, spill = Run(), SpillStore(tmp_path)
+    commits = [run.begin("step-1", overwrite=True, **options)[1] for options in ({}, {}, {"rank": 0, "ranks": 2})]
+    for number, commit in enumerate(commits):
+        spill_commit(spill, commit, dcp_s3.Settings(), created_at=1e9 + number, overwrite=True)
+    [waiting] = look_at_disk(run.catalog(settings={"spill_dir": str(tmp_path)})).commits
+    assert [each.path for each in waiting.objects] == [each.path for each in commits[1].objects]
+
+
 # --- extra -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.servers("memory")
 @pytest.mark.parametrize("coordination", ["collectives", "s3"])
 def test_what_is_saved_with_a_step_is_read_back(root: str, coordination: Any) -> None:
     with CheckpointManager(root, coordination=coordination) as manager:
@@ -307,7 +318,6 @@ def test_read_only_drains_nothing(faulty: FaultyServer, tmp_path: Path, monkeypa
 # --- should_save -------------------------------------------------------------------------------------
 
 
-@pytest.mark.servers("memory")
 def test_save_asks_the_policy_and_can_be_forced(root: str) -> None:
     with CheckpointManager(root, should_save=SaveEvery(steps=4)) as manager:
         saved = [step for step in range(1, 10) if manager.save(step, state(step))]
@@ -374,17 +384,14 @@ LARGE: Any = {"weight": torch.arange(10_000), "secret": "in the state"}
         ({"retention": "latest:x"}, "latest:x"),
         ({"retention": LARGE}, "retention = a dict"),
         ({"retention": "latest:1", "settings": {"retention_grace": "1m"}}, "under 1 h"),
+        ({"coordination": "S3"}, "coordination.*expected"),
+        ({"coordination": "s3", "process_group": object()}, "coordination.*Remedy"),
     ],
 )
-def test_arguments_that_are_none(arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(errors.SettingsError, match=message):
+def test_arguments_that_are_refused(arguments: dict[str, Any], message: str) -> None:
+    error = errors.CheckpointError if "coordination" in arguments else errors.SettingsError
+    with pytest.raises(error, match=message):
         CheckpointManager(ROOT, **arguments)
-
-
-@pytest.mark.parametrize("options", [{"coordination": "S3"}, {"coordination": "s3", "process_group": object()}])
-def test_arguments_that_do_not_go_together_are_refused(options: dict[str, Any]) -> None:
-    with pytest.raises(errors.CheckpointError, match=r"coordination.*(expected|Remedy)"):
-        CheckpointManager(ROOT, **options)
 
 
 def test_roots_and_the_policy_of_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -145,7 +145,7 @@ def test_nothing_is_written_if_it_cannot_be(
     assert place.files() == []
 
 
-def test_only_an_empty_place_is_written_to(root: str, place: Place) -> None:
+def test_only_an_empty_place_is_written_to(root: str, place: Place, s3: Any) -> None:
     writer = dcp_s3.S3StorageWriter(f"{root}/x")
     writer.attach("model.safetensors", b"x")
     torch.distributed.checkpoint.save({"w": torch.ones(1)}, storage_writer=writer, no_dist=True)
@@ -160,6 +160,8 @@ def test_only_an_empty_place_is_written_to(root: str, place: Place) -> None:
     assert place.files() == ["sub/x"]
     with pytest.raises(errors.CheckpointNotFoundError):
         dcp_s3.export(f"{root}/z", f"{root}/out")
+    put(s3, f"{root}/folder", "", b"")  # as consoles make an empty one
+    dcp_s3.export(f"{root}/y", f"{root}/folder")
 
 
 def test_a_lease_keeps_prune_away(root: str, s3: Any, tmp_path: Path) -> None:

@@ -30,6 +30,7 @@ from dcp_s3.retention.policy import (
     run_policy,
 )
 from dcp_s3.settings import Settings
+from tests.retention.runs import keep_steps
 
 NOW = 1_700_000_000.0
 DAY = 86400.0
@@ -283,11 +284,10 @@ def test_the_text_of_a_policy_is_the_policy(policy: Policy) -> None:
 # --- plans: what is kept whatever the policies say -----------------------------------------------------
 
 
-def keep_nothing(checkpoints: Any, now: float) -> dict[str, list[str]]:
-    return {}
+_NOTHING = keep_steps()
 
 
-def plan(*infos: CheckpointInfo, policy: Any = keep_nothing, grace: float = DAY, **found: Any) -> Plan:
+def plan(*infos: CheckpointInfo, policy: Any = _NOTHING, grace: float = DAY, **found: Any) -> Plan:
     return CatalogSnapshot("s3://bucket/run", NOW, infos, **found).plan(policy, grace=grace)
 
 

@@ -77,11 +77,6 @@ def install(*, settings: SettingsLike = None) -> None:
     resolve_settings(settings)
     for owner, name in REPLACED:
         _stock.setdefault(name, getattr(owner, name))
-    for (owner, name), new in zip(REPLACED, _replacements(settings), strict=True):
-        setattr(owner, name, new)
-
-
-def _replacements(settings: SettingsLike) -> tuple[Callable[..., Any], ...]:
     stock_writer, stock_finalize, stock_save, is_enabled, import_package = _stock.values()
     files = Files(settings, is_enabled, import_package)
     was_on_s3: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()  # by strategy, of its last save
@@ -109,7 +104,9 @@ def _replacements(settings: SettingsLike) -> tuple[Callable[..., Any], ...]:
             files.held.setdefault(parse_url(checkpoint_dir), {})[CONFIG_FNAME] = text.encode()
         return stock_save(strategy, sharded_state_dict, checkpoint_dir)
 
-    return make_writer, end_save, async_save, lambda: True, lambda: files
+    replacements = make_writer, end_save, async_save, lambda: True, lambda: files
+    for (owner, name), new in zip(REPLACED, replacements, strict=True):
+        setattr(owner, name, new)
 
 
 class Prepared(NamedTuple):
