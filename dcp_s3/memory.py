@@ -115,10 +115,6 @@ class ReadTarget:
         self.view = view.cast("B") if view.format != "B" else view
         self.crc: int | None = 0 if checksum else None
 
-    def start_again(self) -> None:
-        """Start over: nothing received so far counts."""
-        self.crc = None if self.crc is None else 0
-
     def received(self, start: int, count: int) -> None:
         """Note that ``count`` more bytes have arrived from ``start`` on, and all bytes before them."""
         if self.crc is not None:

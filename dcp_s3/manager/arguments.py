@@ -52,14 +52,6 @@ def to_state_dict(state: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value.state_dict() if isinstance(value, Stateful) else value for name, value in state.items()}
 
 
-def check_coordination(coordination: object, process_group: object) -> None:
-    if coordination not in ("collectives", "s3"):
-        raise errors.CheckpointError(f"coordination = {_show(coordination)}, expected 'collectives' or 's3'")
-    if coordination == "s3" and process_group is not None:
-        why = "a CheckpointManager with coordination='s3' uses no process group, and all ranks of the job save"
-        raise errors.CheckpointError(f"{why}. Remedy: leave process_group out")
-
-
 def resolve_policy(retention: PolicyFunction | str | None, settings: Settings) -> PolicyFunction | None:
     """None: nothing is deleted."""
     if retention is None:

@@ -109,7 +109,11 @@ class CheckpointManager(RunReader):
         self.replicas, self.incremental, self.weights_only = replicas, incremental, weights_only
         self._should_save = None if read_only else should_save
         self._uses_disks = coordination == "collectives" and not read_only
-        arguments.check_coordination(coordination, process_group)
+        if coordination not in ("collectives", "s3"):
+            raise errors.CheckpointError(f"coordination = {coordination!r}, expected 'collectives' or 's3'")
+        if coordination == "s3" and process_group is not None:
+            why = "a CheckpointManager with coordination='s3' uses no process group, and all ranks of the job save"
+            raise errors.CheckpointError(f"{why}. Remedy: leave process_group out")
 
         def configure() -> tuple[dict[str, object], dict[str, int | None]]:
             self.root = parse_url(root)

@@ -80,7 +80,7 @@ class LocalObjects(StoreWrapper):
                     logger.warning("%s comes from S3, not from %s: %s", key, path / spilled.file, error)
                 self.distrust(key)
                 for target in targets:
-                    target.start_again()
+                    target.crc = None if target.crc is None else 0  # nothing received so far counts
             else:
                 self.sizes.append(sum(target.view.nbytes for target in targets))
                 return
