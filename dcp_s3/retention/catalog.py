@@ -155,8 +155,9 @@ class CheckpointCatalog:
         if self.settings.spill_dir is None:
             return found
         for journal, data, _ in find_commits(SpillStore(self.settings.spill_dir)):
-            url, manifest = parse_url(journal.url), Manifest.from_json(data)
+            url = parse_url(journal.url)
             if str(url) == str(self.root.child(url.name)):
+                manifest = Manifest.from_json(data)
                 info = summarize(url, Directory.of_sizes({METADATA: 0}), {None: manifest})
                 found.append((replace(info, state="local", etag=None, modified_at=None), manifest))
         return found

@@ -167,7 +167,7 @@ def to_storage_error(error: Exception, operation: str, bucket: str, key: str, at
         if kind is errors.AccessDeniedError:
             needed = f"{permission_of(operation)} here"
             if needed == "s3:GetObject here":
-                needed = "s3:GetObject and s3:ListBucket here (without it a missing object reads as forbidden)"
+                needed = "s3:GetObject and s3:ListBucket here (without the latter a missing object reads as forbidden)"
             remedy = f"the credentials need {needed}; {remedy}"
     where = f"s3://{bucket}/{key}" if key else f"bucket {bucket!r}"
     tries = f" after {attempts} attempts" if attempts > 1 else ""

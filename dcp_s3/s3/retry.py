@@ -178,6 +178,9 @@ class Attempts:
     def receive(self, receive: Callable[[Any], int], view: Any) -> int:
         """Receive into ``view``; waits as long as the attempt may, however short the socket's own timeout."""
         waited = 0.0
+        # Bytes may come so slowly that they do not count. Not after these came: a process that was stopped counts them.
+        if time.monotonic() >= self.looks_at:
+            self.check()
         while True:
             try:
                 count = receive(view)
@@ -189,8 +192,6 @@ class Attempts:
                 continue
             if count and self.has_head and self._is_answered_early:
                 self.progress.moved()
-            if time.monotonic() >= self.looks_at:  # bytes may come so slowly that they do not count
-                self.check()
             return count
 
     def before_sending(self, count: int) -> float:

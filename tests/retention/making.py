@@ -111,7 +111,7 @@ class _SaveAlone(Save):
     ) -> None:  # fmt: skip
         super().__init__(url, save_id, settings, rank=process.rank(), **{**options, "overwrite": False})
         self._identity = SaveIdentity(url, save_id, self.rank)
-        self._committer._identity = self._identity
+        self._committer.identity = self._identity
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         super().finish(metadata, [*results, *([] for _ in range(process.world_size() - 1))])

@@ -7,6 +7,7 @@ import math
 import pickle
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from dcp_s3.s3 import retry
 from dcp_s3.settings import Settings
 from dcp_s3.spill.saving import spill_commit
 from dcp_s3.spill.store import SpillStore
+from dcp_s3.url import parse_url
 from tests.retention.runs import HOUR, ROOT, Run
 
 
@@ -346,6 +348,10 @@ def test_what_waits_in_the_spill_directory_is_local(run: Run, tmp_path: Path) ->
         _, commit = run.begin(name, overwrite=True)
         spill_commit(SpillStore(tmp_path), commit, Settings(), created_at=time.time(), overwrite=True)
         run.delete(name, commit.objects[0].path)
+    theirs = replace(run.begin("step-4")[1], manifest=b"of a newer version")
+    other = replace(theirs, identity=replace(theirs.identity, url=parse_url("s3://other/run/step-4")))
+    spill_commit(SpillStore(tmp_path), other, Settings(), created_at=time.time(), overwrite=True)
+    run.delete("step-4", theirs.objects[0].path)
     here, elsewhere = (run.catalog(settings=each).scan() for each in ({"spill_dir": str(tmp_path)}, None))
     assert [(info.name, info.state, info.waiting) for info in here.checkpoints] == [
         ("step-1", "committed", True), ("step-2", "committed", False), ("step-3", "local", True),

@@ -350,6 +350,22 @@ def test_a_slow_link_is_no_stall_and_a_trickle_is(clock: Clock, seconds: float, 
         assert clock.now <= 1.1 * seconds
 
 
+def test_what_came_while_the_process_was_stopped_counts(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(retry, "time", clock)
+    progress = Progress(10)
+    attempts = retry.Attempts("GetObject", "b", "k", limit=Limit(progress=progress))
+
+    def stopped(_: object) -> int:
+        clock.now += 100
+        return MIB
+
+    def request() -> None:
+        progress.moved(attempts.receive(stopped, None))
+        assert attempts.receive(lambda _: 1, None) == 1
+
+    attempts.run(request, KnownBucket("test"))
+
+
 def test_what_succeeds_is_progress_and_time_without_requests_is_none(clock: Clock) -> None:
     progress = Progress(10)
     with progress:
