@@ -51,6 +51,7 @@ class WriteStream(io.RawIOBase):
     """
 
     def __init__(self, store: Store, key: str, data: object, done: Callable[[StreamedObject], None]) -> None:
+        self._copied, self._done, self._given_up = bytearray(), done, False
         self._size, self._memory = 0, dict[int, memoryview]()  # of the tensors; that on the CPU by address
         for tensor in _tensors(data):
             self._size += tensor.nbytes
@@ -58,7 +59,6 @@ class WriteStream(io.RawIOBase):
                 whole = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
                 self._memory[whole.data_ptr()] = view_bytes(whole)
         self._starts = sorted(self._memory)
-        self._copied, self._done, self._given_up = bytearray(), done, False
         self._waiting: queue.Queue[Piece | None] = queue.Queue(4)
         thread = ThreadPoolExecutor(1, "dcp_s3-file")
         self._sending = thread.submit(self._send, store, key)

@@ -102,8 +102,8 @@ class S3Checkpoints(_AnyTrainer):
         with contextlib.ExitStack() as stack:
             manager = CheckpointManager(self.checkpoint_root, retention=policy, overwrite=True)
             self._manager = stack.enter_context(manager)
-            folder = None if wanted is None else stack.enter_context(tempfile.TemporaryDirectory())
             try:
+                folder = None if wanted is None else stack.enter_context(tempfile.TemporaryDirectory())
                 resumes = self._find(wanted, folder)
                 self.args.save_total_limit = None  # it would be applied to what lies in output_dir
                 return super().train(resume_from_checkpoint=folder if resumes else None, **kwargs)

@@ -129,8 +129,10 @@ def export(
         prefix = target.key("")
         there = [each.key for each in target.store.page(prefix).objects if each.key != prefix]
         if there:
-            found = there[0].removeprefix(prefix).partition("/")[0]
-            raise WeightsError(f"{target.name} is not empty (it has {found}). Remedy: empty it, or give another one")
+            found = there[-1].removeprefix(prefix).partition("/")[0]
+            raise WeightsError(
+                f"{target.name} is not empty (it has {found}). Remedy: empty it, or give another destination"
+            )
         size = sum(file.size for file in files)
         if on_total is not None:
             on_total(size)

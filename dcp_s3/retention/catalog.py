@@ -168,8 +168,8 @@ class CheckpointCatalog:
         """When the root was listed, by the clock of S3; the names right there, with their steps; the checkpoints among
         them and the ``local`` ones, one per name, oldest first; and what was found of them on S3, by name.
 
-        The newest committed one is there, or a newer one. ``local`` was found before: a checkpoint drained meanwhile is
-        then seen twice, not missed.
+        That of the highest step is there, or a higher one. ``local`` was found before: a checkpoint drained meanwhile
+        is then seen twice, not missed.
         """
         while True:
             now, names, found = self._inspect(whole=whole)
