@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import secrets
 import time
 from dataclasses import replace
 
@@ -17,7 +18,6 @@ from dcp_s3.format.layout import (
     joint_object,
     lease_object,
     manifest_object,
-    new_nonce,
 )
 from dcp_s3.retention.plan import CatalogSnapshot
 from dcp_s3.store import ListedObject, Page
@@ -95,7 +95,7 @@ def test_without_the_time_of_the_store_that_of_this_host_counts() -> None:
 def named(directory: str) -> str:
     """A data object whose spread hash is ``directory``."""
     while True:
-        name = data_object(0, 0, new_nonce())
+        name = data_object(0, 0, secrets.token_hex(8))
         if hashlib.blake2b(name.encode(), digest_size=8).hexdigest().startswith(directory):
             return name
 
