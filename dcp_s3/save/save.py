@@ -95,7 +95,7 @@ class Save:
             self._committer = SpillingCommitter(store, identity, self._beginning, overwrite=self.overwrite)
         self.step = step_of(self.url.prefix)
         self._store = store.within(Limit(hang=self.settings.save_timeout))
-        self._throttled_before = self._s3.known.gate.count
+        self._throttled_before = self._s3.counters().throttled
         self.throttled = 0
         """Requests of this process to the bucket that S3 throttled from the beginning until this rank had written."""
         self._an_object: str | None = None  # path of an object that this rank wrote
@@ -200,7 +200,7 @@ class Save:
         """This rank's objects are complete; they took so many seconds."""
         objects, spilled, copied = objects_of(results)
         self._an_object = objects[0].path if objects else None
-        self.throttled = max(0, self._s3.known.gate.count - self._throttled_before)
+        self.throttled = max(0, self._s3.counters().throttled - self._throttled_before)
         event = Written(
             url=str(self.url), step=self.step, rank=self.rank, bytes=sum(each.size for each in objects),
             objects=len(objects), spilled_bytes=spilled, copied_bytes=copied, seconds=seconds,

@@ -12,8 +12,8 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, StorageMeta
 
 from dcp_s3 import CheckpointCatalog, CheckpointInfo, Plan, PruneReport, annotate, apply_plan, pin, prune, remove
-from dcp_s3.checkpoint.commit import Commit, Committer, make_commit
-from dcp_s3.checkpoint.commit_state import Beginning, SaveIdentity
+from dcp_s3.checkpoint.commit import Beginning, Commit, Committer, make_commit
+from dcp_s3.checkpoint.commit_state import SaveIdentity
 from dcp_s3.checkpoint.info import Deletion
 from dcp_s3.format.control_files import ObjectEntry
 from dcp_s3.format.layout import (

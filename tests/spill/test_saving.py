@@ -21,7 +21,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from dcp_s3 import S3StorageReader, errors, latest
-from dcp_s3.checkpoint.commit_state import Beginning
+from dcp_s3.checkpoint.commit import Beginning
 from dcp_s3.limit import Limit
 from dcp_s3.memory import Piece, crc64nvme
 from dcp_s3.s3.store import S3Store
@@ -82,7 +82,6 @@ def put_all(store: SpillingStore) -> list[bool]:
     """Put the objects; whether each was spilled."""
     with store.batch(total=3 * MIB, keys=KEYS) as batch, ThreadPoolExecutor(3) as pool:
         stored = dict(zip(KEYS, pool.map(lambda key: batch.put_stream(key, MIB, Object(DATA[key])), KEYS), strict=True))
-        batch.settle()
     assert {key: each.crc64nvme for key, each in stored.items()} == {k: crc64nvme(each) for k, each in DATA.items()}
     return [each.spilled for each in stored.values()]
 
@@ -117,7 +116,6 @@ def test_a_stall_spills_one_object_and_leaves_the_others_alone(spill: Spill) -> 
     spill.server.rule = lambda request: Fault.straggle(LONG) if request.key == "run/a" else None
     with make_store(spill, stall_timeout=0.5, spill_after=10.0).batch(total=3 * MIB, keys=KEYS) as batch:
         assert [batch.put_stream(key, MIB, Object(DATA[key])).spilled for key in KEYS] == [True, False, False]
-        batch.settle()
     assert_all_there(spill)
 
 
