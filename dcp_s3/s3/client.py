@@ -249,5 +249,5 @@ def _check(operation_model: Any, response_dict: dict[str, Any], **_: Any) -> Non
 
 _TIME = re.compile(r"\w{3}, \d{1,2} \w{3} \d{4} \d\d:\d\d:\d\d \w{3}")
 _TRUNCATED = re.compile(rb"IsTruncated>\s*true\s*<", re.IGNORECASE)
-_ROOT = re.compile(rb"\s*(?:<\?xml[^>]*\?>\s*)?(?:<!--.*?-->\s*)*<(?:\w+:)?(\w+)[\s/>]", re.DOTALL)
+_ROOT = re.compile(rb"\s*(?:<\?xml[^>]*\?>\s*)?(?:<!--(?:(?!-->).)*-->\s*)*<(?:\w+:)?(\w+)[\s/>]", re.DOTALL)
 _CLOSED = re.compile(rb"[^<]*/>\s*$")

@@ -141,8 +141,7 @@ class Save:
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Commit what all ranks have written."""
-        if self._store.limit.deadline is None:
-            self._start_deadline()
+        self._start_deadline(self._store.limit.deadline)
         throttled = 0
         for rank, written in enumerate(results):
             if isinstance(written, _RankResults):
@@ -258,10 +257,11 @@ class Save:
             remember(self.url, self.rank, items, results, more=again)
         return results
 
-    def _start_deadline(self) -> None:
-        if (seconds := self.settings.save_timeout) is not None:
-            deadline = Deadline("DCP_S3_SAVE_TIMEOUT", seconds, time.monotonic() + seconds)
-            self._store = self._store.within(Limit(deadline=deadline, hang=seconds))
+    def _start_deadline(self, begun: Deadline | None = None) -> None:
+        """Bound what follows; anew in each step, as a disk that took nothing means that S3 may be slow from then on."""
+        if begun is None and (seconds := self.settings.save_timeout) is not None:
+            begun = Deadline("DCP_S3_SAVE_TIMEOUT", seconds, time.monotonic() + seconds)
+        self._store = self._store.within(Limit(deadline=begun, hang=self.settings.save_timeout))
 
 
 def objects_of(results: Sequence[WriteResult]) -> tuple[list[ObjectEntry], int, int]:

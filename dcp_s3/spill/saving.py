@@ -53,6 +53,7 @@ class SpillingStore(StoreWrapper):
 
     def within(self, limit: Limit) -> SpillingStore:
         other = copy.copy(self)
+        other._on_event = self._on_event  # `__getstate__`, by which it is copied, leaves it out
         other._bound(limit)
         return other
 

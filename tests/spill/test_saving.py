@@ -22,6 +22,7 @@ import torch.distributed.checkpoint as dcp
 
 from dcp_s3 import S3StorageReader, errors, latest
 from dcp_s3.checkpoint.commit import Beginning
+from dcp_s3.events import Event, Spilled
 from dcp_s3.limit import Limit
 from dcp_s3.memory import Piece, crc64nvme
 from dcp_s3.s3.store import S3Store
@@ -110,6 +111,12 @@ def test_what_s3_refuses_or_all_with_local_durability_is_spilled_and_drained(
     assert {each.entry.path for save in saves for each in save.journal.objects} == set(spilled)
     assert {key[-1] for key in spill.server.s3.objects(BUCKET)} == set("abc") - set(spilled)
     assert_all_there(spill)
+
+
+def test_who_listens_to_a_writer_hears_what_it_spills(spill: Spill) -> None:
+    seen: list[Event] = []
+    spill.save(spill.url("step-1"), small_state(1), on_event=seen.append)
+    assert [each.local for each in seen if isinstance(each, Spilled)] == [True]
 
 
 def test_a_stall_spills_one_object_and_leaves_the_others_alone(spill: Spill) -> None:
