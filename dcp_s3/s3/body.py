@@ -34,7 +34,7 @@ _RECEIVE_SECONDS = 0.25
 _WAKE_SECONDS, _MOST_AT_ONCE = 0.02, 2**21
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class GatherBody:
     """Several buffers sent as one body."""
 

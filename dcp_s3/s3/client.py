@@ -195,9 +195,8 @@ def _check(operation_model: Any, response_dict: dict[str, Any], **_: Any) -> Non
     operation = operation_model.name
     status, headers, body = response_dict["status_code"], response_dict["headers"], response_dict["body"]
     code, message, root = "", "", b""
-    if isinstance(body, bytes) and (
-        found := _ROOT.match(body)
-    ):  # only one that has an end; the inside is not looked at
+    # The name of an XML document's root, if the document has an end. The inside is not looked at.
+    if isinstance(body, bytes) and (found := _ROOT.match(body)):
         has_end = re.search(rb"</(?:\w+:)?" + found[1] + rb"\s*>\s*$", body[-200:])
         root = found[1] if has_end or _CLOSED.match(body, found.end(1)) else b""
     if status >= 301:  # botocore takes a 300 for a success

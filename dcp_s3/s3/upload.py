@@ -217,7 +217,7 @@ class Uploader(Batch):
             if number > multipart.MAX_PARTS:
                 raise errors.StorageError(
                     f"s3://{store.name}/{key} became larger than planned: it needs more than {multipart.MAX_PARTS} "
-                    "parts. Remedy: raise DCP_S3_PART_SIZE",
+                    f"parts of {size} bytes. Remedy: raise DCP_S3_PART_SIZE",
                     bucket=store.name, key=key, operation="UploadPart",
                 )  # fmt: skip
             arguments: dict[str, Any] = {"Key": key, "Body": body}
