@@ -40,11 +40,7 @@ def other(fqn: str) -> WriteItem:
 
 
 def part_of(
-    rank: int,
-    ranks: int,
-    written: Iterable[WriteItem],
-    *,
-    paths: Mapping[str, tuple[str | int, ...]] | None = None,
+    rank: int, ranks: int, written: Iterable[WriteItem], *, paths: Mapping[str, tuple[str | int, ...]] | None = None
 ) -> Part:
     """The part of a rank that wrote these items and holds others too, all in one object."""
     written = tuple(written)

@@ -332,13 +332,7 @@ def train_to_the_end(directory: Path, mode: str) -> Run:
     ],
 )
 def test_a_run_killed_in_a_save_goes_on_bit_for_bit(
-    faulty: FaultyServer,
-    tmp_path: Path,
-    uninterrupted: str,
-    mode: str,
-    name: str,
-    ranks: int,
-    kept: list[int],
+    faulty: FaultyServer, tmp_path: Path, uninterrupted: str, mode: str, name: str, ranks: int, kept: list[int]
 ) -> None:
     kill_in_save(faulty, AtWrite(f"step-4/{name}"), 2, tmp_path, train_to_the_end, tmp_path / "cwd", mode)
     assert steps_on_s3() == [2]

@@ -305,10 +305,7 @@ def two_adapters() -> PeftModel:
     return model
 
 
-MODELS = {
-    "several": two_adapters,
-    "vera": lambda: get_peft_model(tiny(), VeraConfig(target_modules=["q_proj"])),
-}
+MODELS = {"several": two_adapters, "vera": lambda: get_peft_model(tiny(), VeraConfig(target_modules=["q_proj"]))}
 
 
 @pytest.mark.parametrize("kind", MODELS)

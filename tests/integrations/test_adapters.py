@@ -20,11 +20,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
-from torch.distributed.checkpoint import (
-    FileSystemReader,
-    FileSystemWriter,
-    _fsspec_filesystem,
-)
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, _fsspec_filesystem
 from torch.distributed.checkpoint._storage_utils import _storage_setup
 from torch.distributed.checkpoint.filesystem import SerializationFormat
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType

@@ -18,15 +18,7 @@ import dcp_s3
 from dcp_s3 import errors
 from dcp_s3.format.control_files import DeletionList, ObjectEntry
 from dcp_s3.format.layout import deletion_object
-from dcp_s3.integrations.files import (
-    BLOCK,
-    OpenFile,
-    ReadStream,
-    WriteStream,
-    find_files,
-    publish_files,
-    put_record,
-)
+from dcp_s3.integrations.files import BLOCK, OpenFile, ReadStream, WriteStream, find_files, publish_files, put_record
 from dcp_s3.limit import Limit
 from dcp_s3.memory import Piece, crc64nvme, crc_hex
 from dcp_s3.retention.catalog import CheckpointCatalog
