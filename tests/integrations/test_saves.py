@@ -19,6 +19,7 @@ from dcp_s3.settings import Settings, resolve_settings
 from dcp_s3.stage.stager import S3Stager
 from dcp_s3.url import parse_url
 from tests.faulty import BUCKET, FaultyServer, serve
+from tests.killing import AtRequest
 from tests.memory_s3 import Fault
 from tests.s3.waiting import until
 
@@ -45,34 +46,18 @@ def committed() -> set[str]:
     return {info.url for info in list_checkpoints(ROOT) if info.committed}
 
 
-class Held:
-    """Objects whose key contains ``of`` are not written before `go` is set; at the end they are."""
-
-    def __init__(self, server: FaultyServer, of: str) -> None:
-        self._of = of
-        self.reached, self.go = threading.Event(), threading.Event()
-        server.rule = self._rule
-
-    def _rule(self, request: Any) -> Fault | None:
-        if request.operation == "PutObject" and self._of in request.key:
-            self.reached.set()
-            self.go.wait(60)
-        return None
-
-    def __enter__(self) -> Held:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.go.set()
+def held(of: str) -> AtRequest:
+    """The first object whose key contains ``of`` is not written before the end of the block; then it is."""
+    return AtRequest("PutObject", applied=True, key=of)
 
 
 def test_a_checkpoint_stays_until_the_one_that_replaces_it_is_committed(faulty: FaultyServer, saves: Saves) -> None:
     save(saves, A, 4)
     saves.wait()
-    with Held(faulty, "step=8") as held:
+    with (moment := held("step=8")).on(faulty):
         save(saves, B, 8)
         saves.remove(A)
-        assert held.reached.wait(60)
+        assert moment.reached.wait(60)
         assert committed() == {A}
         assert [saves.will_hold(url) for url in (A, B, LAST)] == [False, True, None]
     saves.close()
@@ -81,10 +66,10 @@ def test_a_checkpoint_stays_until_the_one_that_replaces_it_is_committed(faulty: 
 
 
 def test_two_saves_of_a_step_are_held_and_neither_holds_up_the_training(faulty: FaultyServer, saves: Saves) -> None:
-    with Held(faulty, "/") as held:
+    with (moment := held("/")).on(faulty):
         save(saves, A, 4)
         save(saves, LAST, 4)
-        assert held.reached.wait(60)
+        assert moment.reached.wait(60)
         assert committed() == set()
     saves.close()
     assert committed() == {A, LAST}
@@ -106,10 +91,10 @@ def test_a_checkpoint_stays_if_the_save_that_replaces_it_fails(
 
 
 def test_a_checkpoint_that_is_still_being_saved_goes_after_the_next_one(faulty: FaultyServer, saves: Saves) -> None:
-    with Held(faulty, "step=4") as held:
+    with (moment := held("step=4")).on(faulty):
         save(saves, A, 4)
         saves.remove(A)
-        assert held.reached.wait(60)
+        assert moment.reached.wait(60)
     saves.wait()
     retention = saves._retention
     assert retention is not None
@@ -162,11 +147,11 @@ def test_with_local_durability_a_checkpoint_goes_when_the_last_save_is_on_s3_wha
     save(saves, B, 8)
     saves.wait()
     until(lambda: B in committed())
-    with Held(faulty, "last") as held:
+    with (moment := held("last")).on(faulty):
         save(saves, LAST, 8)
         saves.remove(A)
         saves.wait()  # on disk
-        assert held.reached.wait(60)
+        assert moment.reached.wait(60)
         with pytest.raises(TimeoutError):
             saves._wait_committed(0.1)
         assert A in committed()
