@@ -75,29 +75,25 @@ def _load(**how: Any) -> int:
 # --- s3:// -----------------------------------------------------------------------------------------------
 
 
-def test_saves_and_loads_by_checkpoint_id_alone(root: str, s3: Any, bucket: str, registered: None) -> None:
-    dcp.save(_state(2.0), checkpoint_id=root)
-    assert _load(checkpoint_id=root) == 2
-    # It is ours: there is a manifest, and the defaults are ours: fsspec's would overwrite.
-    assert any("manifest-" in each["Key"] for each in s3.list_objects_v2(Bucket=bucket)["Contents"])
-    failure(lambda: dcp.save(_state(3.0), checkpoint_id=root), errors.CheckpointExistsError)
+def test_saves_and_loads_by_checkpoint_id_alone(root: str, s3: Any, bucket: str, cwd: Path, registered: None) -> None:
+    """Also by a path: pathlib takes the two slashes for one."""
+    ids: Any = (f"{root}/0", Path(root, "1"), PurePosixPath(root, "2"), f"{root.replace('//', '/')}/3")
+    for number, checkpoint_id in enumerate(ids):
+        dcp.save(_state(number), checkpoint_id=checkpoint_id)
+        assert _load(checkpoint_id=checkpoint_id) == number
+    # They are ours: there is a manifest, and the defaults are ours: fsspec's would overwrite.
+    assert sum("manifest-" in each["Key"] for each in s3.list_objects_v2(Bucket=bucket)["Contents"]) == len(ids)
+    failure(lambda: dcp.save(_state(3.0), checkpoint_id=f"{root}/0"), errors.CheckpointExistsError)
     failure(lambda: _load(checkpoint_id=f"{root}-missing"), errors.CheckpointNotFoundError)
-    state = _state(3.0)
-    future: Any = dcp.async_save(state, checkpoint_id=f"{root}-async")
-    state["w"].zero_()
-    future.result(60)
-    assert _load(checkpoint_id=f"{root}-async") == 3
-
-
-def test_a_url_that_went_through_pathlib_goes_to_s3(root: str, cwd: Path, registered: None) -> None:
-    """pathlib takes the two slashes for one."""
-    for number, step in enumerate((Path(root, "0"), PurePosixPath(root, "1"), f"{root.replace('//', '/')}/2")):
-        dcp.save(_state(number), checkpoint_id=step)  # type: ignore[arg-type]
-        assert _load(checkpoint_id=step) == number
-    dcp.async_save(_state(3.0), checkpoint_id=Path(root, "3")).result(60)  # type: ignore[union-attr]
+    for number, checkpoint_id in enumerate((f"{root}/4", Path(root, "5")), 4):
+        state = _state(number)
+        future: Any = dcp.async_save(state, checkpoint_id=checkpoint_id)
+        state["w"].zero_()
+        future.result(60)
+        assert _load(checkpoint_id=checkpoint_id) == number
     newest = dcp_s3.latest(Path(root))
     assert newest is not None
-    assert newest.url == f"{root}/3"
+    assert newest.url == f"{root}/5"
     dcp.save(_state(9.0), checkpoint_id=Path(root, "9"), storage_writer=S3StorageWriter())
     assert _load(storage_reader=S3StorageReader(Path(root, "9"))) == 9
 
@@ -145,12 +141,6 @@ def test_on_ranks_and_in_their_checkpoint_processes(root: str, bucket: str, s3: 
     assert (tmp_path / "local" / ".metadata").is_file()
 
 
-def test_torchs_classes_take_our_urls_and_keep_their_signatures(registered: None) -> None:
-    for each in _TORCHS:
-        assert each.validate_checkpoint_id(checkpoint_id=Path("s3://bucket"))  # type: ignore[attr-defined]
-        assert "path" in inspect.signature(each).parameters, "jsonargparse and others make objects from them"
-
-
 @pytest.mark.parametrize("kind", [str, Path])
 @pytest.mark.parametrize("classes", [_TORCHS[:2], _FSSPEC], ids=["FileSystem", "Fsspec"])
 def test_what_a_framework_makes_itself(root: str, cwd: Path, registered: None, classes: Any, kind: Any) -> None:
@@ -166,7 +156,10 @@ def test_what_a_framework_makes_itself(root: str, cwd: Path, registered: None, c
     assert _load(storage_reader=reader(kind(root))) == 2
 
 
-def test_safetensors_and_stream_extensions_are_refused(root: str, registered: None) -> None:
+def test_torchs_classes_take_our_urls_and_refuse_safetensors_and_stream_extensions(root: str, registered: None) -> None:
+    for each in _TORCHS:
+        assert each.validate_checkpoint_id(checkpoint_id=Path("s3://bucket"))
+        assert "path" in inspect.signature(each).parameters, "jsonargparse and others make objects from them"
     for option in ({"serialization_format": SerializationFormat.SAFETENSORS}, {"_extensions": [object()]}):
         with pytest.raises(errors.SettingsError, match=rf"{root} as safetensors or .*leave .*_extensions out.*export"):
             FileSystemWriter(root, **option)  # type: ignore[arg-type]
