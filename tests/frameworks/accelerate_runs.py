@@ -50,8 +50,8 @@ def tiny_llama(**options: Any) -> LlamaForCausalLM:
     return LlamaForCausalLM(config)
 
 
-def texts(sequences: int) -> torch.Tensor:
-    return torch.randint(37, (sequences, 8), generator=torch.Generator().manual_seed(1))
+def texts() -> torch.Tensor:
+    return torch.randint(37, (SEQUENCES, 8), generator=torch.Generator().manual_seed(1))
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ class Training:
         schedule = get_cosine_schedule_with_warmup(optimizer, 3, 100)
         size = BATCH if run.alike else BATCH // ranks
         # With a generator of its own it takes no number of the model's, of which an iterator that resumes takes one.
-        loader = DataLoader(TensorDataset(texts(SEQUENCES)), batch_size=size, shuffle=True, generator=torch.Generator())
+        loader = DataLoader(TensorDataset(texts()), batch_size=size, shuffle=True, generator=torch.Generator())
         self.model, self.optimizer, self.schedule, self.loader = self.accelerator.prepare(
             model, optimizer, schedule, loader
         )

@@ -65,10 +65,9 @@ def test_fully_parallel_strategies_share_the_work(root: str) -> None:
 
 
 @in_memory
-def test_a_separation_hint_is_accepted(root: str) -> None:
+def test_a_separation_hint_is_accepted_and_all_that_reads_a_checkpoint_reads_it(root: str) -> None:
     url = f"{root}/iter_5"
-    options = {"separation_hint": "optim", "thread_count": 4, "content_metadata": {"layout": "new"}}
-    run_ranks(2, jobs.save_with_options, url, 5, options)
+    run_ranks(2, jobs.save_with_options, url)
     run_ranks(1, jobs.look, url)
     assert verify(url).ok
 
@@ -174,8 +173,7 @@ def test_a_checkpoint_of_stock_megatron_loads_once_it_is_uploaded(
     run_ranks(2, jobs.save_stock, str(directory), 4, "columns")
     for path in directory.iterdir():
         s3.upload_file(str(path), bucket, f"run/iter_0000004/{path.name}")
-    url = f"{root}/iter_0000004"
-    run_ranks(2, jobs.load, url, 4, "rows")
+    run_ranks(2, jobs.load, f"{root}/iter_0000004", 4, "rows")
 
 
 @in_memory
@@ -236,7 +234,9 @@ def test_the_files_of_a_training_loop(root: str, bucket: str, s3: Any, installed
 
 
 @in_memory
-def test_a_file_that_is_not_finished_is_not_written(root: str, installed: Any) -> None:
+def test_a_file_that_is_not_finished_is_not_written_and_the_common_part_waits_for_its_save(
+    root: str, installed: Any
+) -> None:
     for mode, data in (("w", "half"), ("wb", b"half")):
         with contextlib.suppress(ZeroDivisionError), open_file(f"{root}/half", mode) as stream:
             stream.write(data)
@@ -246,10 +246,6 @@ def test_a_file_that_is_not_finished_is_not_written(root: str, installed: Any) -
         del stream  # which nobody has closed
         gc.collect()
     assert not installed.os.path.exists(f"{root}/half")
-
-
-@in_memory
-def test_the_common_part_waits_for_its_save(root: str, installed: Any) -> None:
     installed.torch.save({"iteration": 1}, f"{root}/iter_1/common.pt")
     assert not installed.os.path.exists(f"{root}/iter_1")
     with pytest.raises(FileNotFoundError):
