@@ -144,7 +144,9 @@ class Merging:
         ranks = np.repeat(np.array(order, np.int64), counts)
         crc_starts = np.cumsum(numbers[CRCS] // 8, dtype=np.int64) - numbers[CRCS] // 8
         names, shapes = list(self._names), list(self._shapes)
-        kept = _first_of_each(numbers[NAME].astype(np.int64) * (len(shapes) + 1) + numbers[PLACE])
+        keys = numbers[NAME].astype(np.int64) * (len(shapes) + 1) + numbers[PLACE]
+        by_key, kept = stable_order(keys), np.zeros(len(keys), bool)
+        kept[by_key[group_starts(keys[by_key])]] = True  # the first of each index
         _check_wholes(numbers, kept, ranks, names, shapes, self._made)
         if not kept.all():
             numbers, ranges, ranks, crc_starts = numbers[:, kept], ranges[:, kept], ranks[kept], crc_starts[kept]
@@ -202,14 +204,6 @@ def _in_order(numbers: npt.NDArray[np.int32], table: Collection[_Ordered]) -> li
     return [values[each] for each in found]
 
 
-def _first_of_each(keys: Ints) -> npt.NDArray[np.bool_]:
-    """Whether each key is the first of its value."""
-    order = stable_order(keys)
-    first = np.zeros(len(keys), bool)
-    first[order[group_starts(keys[order])]] = True
-    return first
-
-
 def _first_places(values: Ints, count: int) -> npt.NDArray[np.int64]:
     """Where each value first occurs; their number, of one that does not."""
     first = np.full(count, len(values), np.int64)
@@ -227,13 +221,9 @@ def _inverse(order: Ints, count: int) -> npt.NDArray[np.int32]:
 
 
 def _check_wholes(
-    numbers: Ints,
-    kept: npt.NDArray[np.bool_],
-    ranks: Ints,
-    names: Sequence[str],
-    shapes: Sequence[Shape],
+    numbers: Ints, kept: npt.NDArray[np.bool_], ranks: Ints, names: Sequence[str], shapes: Sequence[Shape],
     properties: Sequence[TensorProperties],
-) -> None:
+) -> None:  # fmt: skip
     """A name is the same on all ranks: a tensor of one shape and dtype, or something else. Duplicates of a whole tensor
     may differ, as in DCP (the first one counts), but not those of shards."""
     dtypes = [each.dtype for each in properties]
@@ -244,14 +234,15 @@ def _check_wholes(
     wrong = np.flatnonzero(counts & ((kinds != kinds[firsts]) | (wholes != wholes[firsts])))
     if not len(wrong):
         return
-    pair = (int(firsts[wrong[0]]), int(wrong[0]))
+    pair = [int(firsts[wrong[0]]), int(wrong[0])]
     name = names[numbers[NAME][pair[0]]]
     one, other = (
-        f"{dtypes[kinds[each] - 1]} of shape {shapes[wholes[each] - 1]}" if kinds[each] else "no tensor"
-        for each in pair
+        (f"{dtypes[kinds[at] - 1]} of shape {shapes[wholes[at] - 1]}" if kinds[at] else "no tensor")
+        + f" on rank {ranks[at]}"
+        for at in pair
     )
-    text = f"{name!r} is {one} on rank {ranks[pair[0]]}, but {other} on rank {ranks[pair[1]]}. Remedy: "
-    if kinds[pair[0]] and kinds[pair[1]]:
+    text = f"{name!r} is {one}, but {other}. Remedy: "
+    if kinds[pair].all():
         raise ShardingError(f"{text}give it one shape and dtype on all ranks", fqn=name)
     raise SaveProtocolError(f"{text}give them different names")
 

@@ -227,22 +227,20 @@ def _dataloader_state(loader: Any, accelerator: Accelerator) -> dict[str, Any]:
 def _load_dataloader(loader: Any, state: dict[str, Any], same_ranks: bool) -> None:
     loader.iteration = state["iteration"]
     sampler, generator = _sources_of_chance(loader)
-    if sampler is not None and state.get("seed") is not None:
+    if sampler is not None and state["seed"] is not None:
         sampler.initial_seed = state["seed"]
-    if generator is not None and state.get("generator") is not None:
+    if generator is not None and state["generator"] is not None:
         generator.set_state(state["generator"])
-    if loader.use_stateful_dataloader and state.get("position") is not None:
+    if loader.use_stateful_dataloader and state["position"] is not None:
         if same_ranks:
             loader.load_state_dict(state["position"])
         else:
-            logger.warning(
-                "the position of a dataloader is none on another number of ranks: it begins its epoch again. Remedy: "
-                "accelerator.skip_first_batches"
-            )
+            what = "the position of a dataloader is none on another number of ranks: it begins its epoch again"
+            logger.warning("%s. Remedy: accelerator.skip_first_batches", what)
 
 
 def _sources_of_chance(loader: Any) -> tuple[SeedableRandomSampler | None, torch.Generator | None]:
-    sampler = loader.get_sampler() if hasattr(loader, "get_sampler") else None
+    sampler = loader.get_sampler()
     seeded = sampler if isinstance(sampler, SeedableRandomSampler) else None
     return seeded, getattr(loader, "synchronized_generator", None)
 

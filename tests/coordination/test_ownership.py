@@ -38,17 +38,7 @@ Key = tuple[str, tuple[int, ...] | None]
 KIB = 2**10
 
 
-def _own_items(items: Any, lookup: Any, *, rank: int, **options: Any) -> list[WriteItem]:
-    return [each.item for each in find_owners(items, lookup, rank=rank, **options) if each.owner == rank]
-
-
 # --- simulated ranks -------------------------------------------------------------------------------------
-
-
-def holders_of(
-    item: Any, value: Any, *, world_size: int, rank: int, replicas: Any = None, meshes: Any = ()
-) -> tuple[int, ...]:
-    return Holders(world_size, rank, replicas, meshes).find(item, value)
 
 
 @contextlib.contextmanager
@@ -222,7 +212,8 @@ def test_the_ranks_write_what_dcp_would_have_them_write(make: Callable[[int, int
             state = make(rank, world_size)
             planner, plan = _plan(state)
             plans.append(plan)
-            ours.append(_own_items(plan.items, lookup_in(planner), world_size=world_size, rank=rank))
+            found = find_owners(plan.items, lookup_in(planner), world_size=world_size, rank=rank)
+            ours.append([each.item for each in found if each.owner == rank])
     dcps = DefaultSavePlanner().create_global_plan(plans)[0]
     theirs = [[item for item in plan.items if not _is_nothing(item)] for plan in dcps]
     written = Counter(_key(item) for items in ours for item in items if _nbytes(item) or item.tensor_data is None)
@@ -238,22 +229,18 @@ def test_the_ranks_write_what_dcp_would_have_them_write(make: Callable[[int, int
 
 
 def test_a_slice_of_a_mesh_of_the_state_is_held_on_the_other_slices() -> None:
-    def make(rank: int, _: int) -> State:
-        mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("pp", "fsdp", "tp"))
-        return {
-            "weight": _place(mesh["fsdp", "tp"], [Shard(0), Shard(1)], 8, 2),
-            "rows": _place(mesh["fsdp"], [Shard(0)], 8, 2),
-            "copy": _place(mesh["tp"], [Replicate()], 8, 2),
-        }
-
     found: dict[str, list[tuple[int, ...]]] = {"rows": [], "copy": []}
     for rank in range(8):
         with _as_rank(rank, 8):
-            planner, plan = _plan(make(rank, 8))
-            meshes = [value.device_mesh for value in planner.state_dict.values()]
-            for item in plan.items[1:]:
-                value = planner.state_dict[item.index.fqn]
-                found[item.index.fqn].append(holders_of(item, value, world_size=8, rank=rank, meshes=meshes))
+            mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("pp", "fsdp", "tp"))
+            state = {
+                "weight": _place(mesh["fsdp", "tp"], [Shard(0), Shard(1)], 8, 2),
+                "rows": _place(mesh["fsdp"], [Shard(0)], 8, 2),
+                "copy": _place(mesh["tp"], [Replicate()], 8, 2),
+            }
+            holders = Holders(8, rank, None, [value.device_mesh for value in state.values()])
+            for item in _plan(state)[1].items[1:]:
+                found[item.index.fqn].append(holders.find(item, state[item.index.fqn]))
     assert found["rows"] == [(0, 1), (0, 1), (2, 3), (2, 3), (4, 5), (4, 5), (6, 7), (6, 7)]
     assert found["copy"] == [(0, 1, 2, 3)] * 4 + [(4, 5, 6, 7)] * 4, "the stages of the pipeline have their own"
 
@@ -273,12 +260,11 @@ def test_chunks_that_no_mesh_tells_are_held_by_one_rank() -> None:
         wrapped = DTensor.from_local(local, mesh, [Replicate()], run_check=False)
         by_hand = shard(torch.zeros(8), global_shape=(32,), offsets=(8,))
         for value in (wrapped, by_hand, torch.zeros(8), None):
-            for unasked in (None, [0, 1]):
-                assert holders_of(item, value, world_size=4, rank=1, replicas=unasked) == (1,), type(value)
-            assert holders_of(item, value, world_size=4, rank=1, replicas={"w": [3, 1]}.__getitem__) == (1, 3)
-            assert holders_of(item, value, world_size=4, rank=1, replicas=lambda _: []) == (1,)
+            for unasked in (None, [0, 1], lambda _: []):
+                assert Holders(4, 1, unasked, ()).find(item, value) == (1,), type(value)
+            assert Holders(4, 1, {"w": [3, 1]}.__getitem__, ()).find(item, value) == (1, 3)
         known = _place(mesh, [Shard(0)], 8)
-        assert holders_of(item, known, world_size=4, rank=1, replicas=lambda _: [1, 3]) == (1,), "a DTensor knows"
+        assert Holders(4, 1, lambda _: [1, 3], ()).find(item, known) == (1,), "a DTensor knows"
 
 
 @pytest.mark.parametrize(
@@ -295,7 +281,7 @@ def test_chunks_that_no_mesh_tells_are_held_by_one_rank() -> None:
 )
 def test_replicas_says_who_holds_plain_values(replicas: Any, expected: tuple[int, ...]) -> None:
     for item in (_tensor_item("plain", 8), WriteItem(MetadataIndex("plain"), WriteItemType.BYTE_IO)):
-        assert holders_of(item, None, world_size=4, rank=1, replicas=replicas) == expected
+        assert Holders(4, 1, replicas, ()).find(item, None) == expected
 
 
 @pytest.mark.parametrize(
@@ -310,7 +296,7 @@ def test_replicas_says_who_holds_plain_values(replicas: Any, expected: tuple[int
 )
 def test_replicas_that_cannot_be_right_are_an_error(replicas: Any, message: str) -> None:
     with pytest.raises(errors.SaveProtocolError, match=message):
-        _own_items([_tensor_item("plain", 8)], {}.__getitem__, world_size=4, rank=1, replicas=replicas)
+        find_owners([_tensor_item("plain", 8)], {}.__getitem__, world_size=4, rank=1, replicas=replicas)
 
 
 # --- owners ----------------------------------------------------------------------------------------------
