@@ -58,15 +58,12 @@ def texts() -> torch.Tensor:
 class Run:
     """A training; pickled."""
 
-    root: str
-    """URL above its checkpoints."""
-    sharded: bool
-    """FSDP2; otherwise DDP, or on one rank the plain model."""
+    root: str  # URL above its checkpoints
+    sharded: bool  # FSDP2; otherwise DDP, or on one rank the plain model
+    # Each rank takes the gradients of the whole batch, and all draw the same random numbers: then the number of ranks
+    # makes no difference to a single bit.
     alike: bool = True
-    """Each rank takes the gradients of the whole batch, and all draw the same random numbers: then the number of ranks
-    makes no difference to a single bit."""
-    steps: int = 12
-    """Train up to here."""
+    steps: int = 12  # train up to here
 
 
 class Registered:
@@ -91,11 +88,9 @@ class Training:
         if run.sharded:
             pretend_devices()
             plugin = FullyShardedDataParallelPlugin(
-                fsdp_version=2,
-                auto_wrap_policy="transformer_based_wrap",
+                fsdp_version=2, auto_wrap_policy="transformer_based_wrap", cpu_ram_efficient_loading=False,
                 transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
-                cpu_ram_efficient_loading=False,
-            )
+            )  # fmt: skip
         # Of those that are alike any number goes on from any other's, and skips what was done.
         data = DataLoaderConfiguration(
             use_seedable_sampler=True, use_stateful_dataloader=not run.alike, split_batches=run.alike
@@ -220,18 +215,17 @@ def train_for_ever(run: Run) -> None:
 
 
 class Failing(Registered):
-    """Fails on the second rank."""
-
-    def _fail(self, when: str) -> None:
-        if self.value == when and dist.get_rank() == 1:
-            raise ZeroDivisionError(f"in the {when} of rank 1")
+    """Fails on the second rank when its value says."""
 
     def state_dict(self) -> dict[str, Any]:
-        self._fail("save")
-        return {"value": 1}
+        return {"value": self.fail_in("save")}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._fail("load")
+        self.fail_in("load")
+
+    def fail_in(self, when: str) -> None:
+        if self.value == when and dist.get_rank() == 1:
+            raise ZeroDivisionError(f"in the {when} of rank 1")
 
 
 def failing(root: str, when: str) -> str:

@@ -22,18 +22,8 @@ from dcp_s3.integrations import accelerate as adapter
 from dcp_s3.integrations.accelerate import PRIVATE, training_state
 from examples import accelerate as example
 from tests.faulty import BUCKET, FaultyServer
-from tests.frameworks.accelerate_runs import (
-    Registered,
-    Run,
-    failing,
-    interrupted,
-    load_state,
-    resumed,
-    save_state,
-    train_for_ever,
-    uninterrupted,
-    with_weights,
-)
+from tests.frameworks import accelerate_runs as runs
+from tests.frameworks.accelerate_runs import Registered, Run, load_state, save_state
 from tests.frameworks.ranks import AtWrite, files_in, kill_in_save, run_example, run_ranks
 
 ROOT = f"s3://{BUCKET}/run"
@@ -45,14 +35,14 @@ def test_killed_in_a_save_it_goes_on_to_the_same_bits_on_other_ranks(
     faulty: FaultyServer, tmp_path: Path, sharded: bool
 ) -> None:
     run = Run(ROOT, sharded)
-    [expected] = run_ranks(1, uninterrupted, run)
+    [expected] = run_ranks(1, runs.uninterrupted, run)
     cwd = tmp_path / "cwd"
-    kill_in_save(faulty, AtWrite("step-00000006"), 2, tmp_path, train_for_ever, run)
+    kill_in_save(faulty, AtWrite("step-00000006"), 2, tmp_path, runs.train_for_ever, run)
     assert [info.step for info in list_checkpoints(ROOT) if info.committed] == [2, 4]
 
-    [alone] = run_ranks(1, resumed, Run(ROOT, sharded, steps=9), cwd)  # within an epoch: 5 batches each
+    [alone] = run_ranks(1, runs.resumed, Run(ROOT, sharded, steps=9), cwd)  # within an epoch: 5 batches each
     assert alone[0] == 4
-    for began, digest, losses in run_ranks(2, resumed, run, cwd):
+    for began, digest, losses in run_ranks(2, runs.resumed, run, cwd):
         assert began == 8
         assert (digest, losses) == expected
     assert files_in(cwd) == []
@@ -63,9 +53,9 @@ def test_killed_in_a_save_it_goes_on_to_the_same_bits_on_other_ranks(
 @pytest.mark.parametrize("at", [3, 5], ids=["within_an_epoch", "at_its_end"])
 def test_ranks_with_their_own_data_and_random_numbers_go_on_to_the_same_bits(root: str, at: int) -> None:
     run = Run(root, sharded=False, alike=False, steps=7)
-    expected = run_ranks(2, uninterrupted, run)
+    expected = run_ranks(2, runs.uninterrupted, run)
     assert expected[0][0] != expected[1][0], "the ranks are alike: nothing of their own is tested"
-    found = run_ranks(2, interrupted, run, at)
+    found = run_ranks(2, runs.interrupted, run, at)
     assert [digest for digest, _ in found] == [digest for digest, _ in expected]
     # A registered object is the first rank's, as with Accelerate itself.
     first, second = expected[0][1], expected[1][1]
@@ -76,15 +66,15 @@ def test_ranks_with_their_own_data_and_random_numbers_go_on_to_the_same_bits(roo
 @pytest.mark.servers("memory")
 @pytest.mark.parametrize("when", ["save", "load"])
 def test_what_is_wrong_on_one_rank_is_an_error_of_all(root: str, when: str) -> None:
-    for error in run_ranks(2, failing, root, when):
+    for error in run_ranks(2, runs.failing, root, when):
         assert f"in the {when} of rank 1" in error
 
 
 @pytest.mark.servers("memory")
 def test_sharded_tensors_of_a_registered_object_load_on_another_number_of_ranks(root: str) -> None:
-    saved, other = run_ranks(2, with_weights, Run(root, sharded=True), False)
+    saved, other = run_ranks(2, runs.with_weights, Run(root, sharded=True), False)
     assert saved == other
-    assert run_ranks(1, with_weights, Run(root, sharded=True), True) == [saved]
+    assert run_ranks(1, runs.with_weights, Run(root, sharded=True), True) == [saved]
 
 
 @pytest.mark.servers("memory")

@@ -25,6 +25,7 @@ from torch_checkpointing.storage.filesystem import LocalFileSystemStorageConfig
 from dcp_s3 import errors, latest, list_checkpoints, pin, prune, remove, unpin, verify
 from dcp_s3.integrations.torch_checkpointing import S3StorageConfig, commit
 from dcp_s3.retention.policy import KeepLatest
+from tests.end_to_end.states import assert_same
 from tests.faulty import BUCKET, FaultyServer, close_clients
 from tests.frameworks.ranks import run_ranks
 from tests.killing import Shooting, Shot, access_key, begin, new_process, running, wait_until_quiet
@@ -52,15 +53,8 @@ def state(step: int) -> dict[str, Any]:
 
 
 def load(name: str, made: CheckpointManager | None = None) -> dict[str, Any]:
-    made = made or manager()
     empty = {key: torch.zeros_like(value) for key, value in state(0)["model"].items()}
-    return dict(made.load(name, into={"model": empty, "step": None}))
-
-
-def assert_equal(found: dict[str, Any], step: int) -> None:
-    expected = state(step)
-    assert found["step"] == step
-    assert all(torch.equal(found["model"][key], value) for key, value in expected["model"].items())
+    return dict((made or manager()).load(name, into={"model": empty, "step": None}))
 
 
 def test_saved_checkpoints_load_and_are_listed_verified_and_pruned(faulty: FaultyServer) -> None:
@@ -69,16 +63,15 @@ def test_saved_checkpoints_load_and_are_listed_verified_and_pruned(faulty: Fault
         made.save(f"step-{step}", state(step))
     made.close()
     for step in (1, 2, 3):
-        assert_equal(load(f"step-{step}"), step)
+        assert_same(load(f"step-{step}"), state(step))
     assert [(each.name, each.step, each.committed) for each in list_checkpoints(ROOT)] == [
         (f"step-{step}", step, True) for step in (1, 2, 3)
     ]
     assert latest(ROOT).name == "step-3"
-    report = verify(f"{ROOT}/step-2", full=True)
-    assert report.ok
+    assert verify(f"{ROOT}/step-2", full=True).ok
     pin(f"{ROOT}/step-1")
     assert [each.name for each in prune(ROOT, KeepLatest(1)).deleted] == ["step-2"]
-    assert_equal(load("step-1"), 1)
+    assert_same(load("step-1"), state(1))
     with pytest.raises(FileNotFoundError):
         load("step-2")
     left = [each["Key"] for each in client().list_objects_v2(Bucket=BUCKET)["Contents"]]
@@ -93,7 +86,7 @@ def test_the_files_are_those_that_local_storage_writes(faulty: FaultyServer, tmp
         path.parent.mkdir(parents=True, exist_ok=True)
         s3.download_file(BUCKET, each["Key"], str(path))
     local = manager(storage_config=LocalFileSystemStorageConfig(use_direct_io=False), finalize_callback=None)
-    assert_equal(load(str(tmp_path / "step-1"), local), 1)
+    assert_same(load(str(tmp_path / "step-1"), local), state(1))
 
 
 def test_without_a_commit_there_is_no_checkpoint(faulty: FaultyServer) -> None:
@@ -109,7 +102,7 @@ def test_a_committed_checkpoint_is_neither_overwritten_nor_damaged_unseen(faulty
     manager().save("step-1", state(1))
     with pytest.raises(FileExistsError, match="committed"):
         manager().save("step-1", state(2))
-    assert_equal(load("step-1"), 1)
+    assert_same(load("step-1"), state(1))
     s3 = client()
     data = s3.get_object(Bucket=BUCKET, Key="run/step-1/model_0.pt")["Body"].read()
     s3.put_object(Bucket=BUCKET, Key="run/step-1/model_0.pt", Body=data[:-3] + b"???")
@@ -201,9 +194,9 @@ def test_killed_at_any_request_the_old_one_loads_and_the_new_one_is_whole_or_not
             with shooting.on(faulty):
                 processes[0].join()
                 wait_until_quiet(faulty)
-        assert_equal(load("step-1"), 1)
+        assert_same(load("step-1"), state(1))
         if S3StorageConfig(ROOT).create_storage().exists(Path("step-2")):
-            assert_equal(load("step-2"), 2)
+            assert_same(load("step-2"), state(2))
             outcomes.append("committed" if shooting.hit else "not hit")
             remove(f"{ROOT}/step-2", force=True)
         else:
