@@ -190,6 +190,17 @@ def test_who_holds_the_same_writes_for_a_rank_that_is_gone_and_nobody_else(
     assert own == ([] if why else [rank in alive for rank in range(len(holds))])
 
 
+def test_a_failure_of_one_rank_is_told_to_all() -> None:
+    def fail(_: Work) -> None:
+        raise errors.AccessDeniedError("no right")
+
+    works = works_of(3)
+    works[1].before = fail
+    assert save(works, rank_timeout=20.0) == dict.fromkeys(range(3), ABORTED)
+    assert committed(works[0].store) == []
+    assert claim_of(works[0].store).why == "rank 1: AccessDeniedError: no right"
+
+
 def test_a_rank_that_never_comes_ends_the_save_for_all() -> None:
     works = works_of(2)
     assert [run_one(work, 0.3, world_size=3) for work in works] == [ABORTED, ABORTED]
