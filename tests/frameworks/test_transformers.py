@@ -28,8 +28,8 @@ from dcp_s3.integrations.accelerate import ModelPart, OptimizerPart
 from dcp_s3.integrations.transformers import PRIVATE, S3Checkpoints, S3Trainer
 from examples import transformers as example
 from tests.faulty import BUCKET, FaultyServer
-from tests.frameworks.accelerate_runs import BATCH, load_state, pretend_devices, save_state, texts, tiny_llama
 from tests.frameworks.ranks import AtWrite, files_in, kill_in_save, run_example, run_ranks
+from tests.frameworks.test_accelerate import BATCH, load_state, pretend_devices, save_state, texts, tiny_llama
 from tests.preload import MODULES
 
 MODULES.append("transformers")  # imported once, by the process that ranks are forked from
