@@ -18,25 +18,10 @@ from torch.distributed.checkpoint.metadata import StorageMeta, TensorProperties
 
 from dcp_s3.errors import SaveProtocolError, ShardingError
 from dcp_s3.failures import name_ranks
+from dcp_s3.format import part as parts
 from dcp_s3.format.control_files import ObjectEntry
 from dcp_s3.format.metadata_columns import Ints, StoredItems, dump_items, group_starts, stable_order
-from dcp_s3.format.part import (
-    BLOCK,
-    CRCS,
-    FLAGS,
-    IS_SHARD,
-    NAME,
-    OBJECT,
-    OFFSETS,
-    PLACE,
-    PROPERTIES,
-    SIZES,
-    WHOLE,
-    Table,
-    make_properties,
-    path_from,
-    unpack,
-)
+from dcp_s3.format.part import BLOCK, CRCS, FLAGS, IS_SHARD, NAME, OBJECT, OFFSETS, PLACE, PROPERTIES, SIZES, WHOLE
 from dcp_s3.format.saved_entries import Shape, box_text, find_flaw
 from dcp_s3.process import collector_paused
 
@@ -66,8 +51,8 @@ class Merging:
         # Columns of each part, as in `Columns`; but names, shapes and properties are those of the whole save.
         self._columns: dict[int, tuple[npt.NDArray[np.int32], npt.NDArray[np.int64], npt.NDArray[np.uint64]]] = {}
         # What the items of all parts refer to, each value once. The order is that in which parts came.
-        self._names, self._shapes = Table[str](), Table[tuple[int, ...]]()
-        self._properties = Table[tuple[Any, ...]]()
+        self._names, self._shapes = parts.Table[str](), parts.Table[tuple[int, ...]]()
+        self._properties = parts.Table[tuple[Any, ...]]()
         self._made: list[TensorProperties] = []
         """Properties by number."""
         self._paths: dict[int, tuple[int, tuple[str | int, ...]]] = {}
@@ -79,7 +64,7 @@ class Merging:
         """Add the part of another rank, as it was read. Returns whether its tensors have other properties (dtypes and
         so on) than those of all parts before. A ValueError if it is none, damaged, or of another save; then nothing was
         added."""
-        part = unpack(data)
+        part = parts.unpack(data)
         if (part.save, part.world_size) != (self._save, self._world_size) or part.rank in self._facts:
             raise ValueError(
                 f"part of rank {part.rank} belongs to save {part.save} of {part.world_size} ranks, expected "
@@ -88,14 +73,14 @@ class Merging:
         known = len(self._made)
         for each in part.properties:
             if each not in self._properties:
-                self._made.append(make_properties(each))
+                self._made.append(parts.make_properties(each))
                 self._properties[each]
         names = _numbers(self._names, part.names)
         if part.paths is not None:
             self._flattened = True
             for number, name, code in zip(names.tolist(), part.names, part.paths, strict=True):
                 if code is not None and (number not in self._paths or self._paths[number][0] > part.rank):
-                    self._paths[number] = part.rank, path_from(name, code)
+                    self._paths[number] = part.rank, parts.path_from(name, code)
         numbers, ranges = part.numbers.astype(np.int32), part.ranges.copy()
         numbers[NAME] = names[part.numbers[NAME]]
         for row, table in (
@@ -175,7 +160,7 @@ class Merging:
 _NONE = np.zeros(1, np.int32)
 
 
-def _numbers(table: Table[_Key], keys: Sequence[_Key]) -> npt.NDArray[np.int32]:
+def _numbers(table: parts.Table[_Key], keys: Sequence[_Key]) -> npt.NDArray[np.int32]:
     return np.fromiter(map(table.__getitem__, keys), np.int32, len(keys))
 
 
