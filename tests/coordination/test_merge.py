@@ -211,7 +211,6 @@ def test_of_many_items_fewer_checksums_of_blocks_are_kept_and_these_are_right(mo
         infos = {index.fqn: info for index, info in load_metadata(merged.metadata, url=URL).storage_data.items()}
         for name in ("w", "v"):
             blocks = get_blocks(infos[name], nbytes)
-            assert blocks is not None
             assert (blocks.size, len(blocks.crcs) // 8) == (64 * every, left)
             assert blocks.crc_between(0, nbytes, nbytes) == crc64nvme(data)
             if left:

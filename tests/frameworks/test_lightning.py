@@ -65,8 +65,7 @@ class Model(LightningModule):
             fully_shard(self.layers, mesh=self.device_mesh["data_parallel"])
 
     def forward(self, batch: Tensor) -> Tensor:
-        found: Tensor = self.layers(batch)
-        return found
+        return self.layers(batch)
 
     def training_step(self, batch: Tensor, number: int) -> Tensor:
         loss = self(batch).square().mean()
@@ -221,9 +220,7 @@ def test_a_run_that_is_killed_in_a_save_goes_on_on_another_number_of_ranks(
     assert all(verify(f"{ROOT}/{each}").ok for each in committed(ROOT))
 
     whole = run_ranks(1, fit_all, tmp_path, [Run(f"{ROOT}/whole", 9, ranks=1)])[0][0]
-    last = latest(ROOT)
-    assert last is not None
-    later = Run(ROOT, 9, last.url, ranks=ranks)
+    later = Run(ROOT, 9, latest(ROOT).url, ranks=ranks)
     for [found] in run_ranks(ranks, fit_all, tmp_path, [later]):
         assert len(found.losses) == (9 - epochs) * STEPS_PER_EPOCH
         assert_goes_on(whole, found)

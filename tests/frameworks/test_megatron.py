@@ -140,9 +140,7 @@ def test_training_that_is_killed_goes_on_with_other_ranks(
     faulty: FaultyServer, tmp_path: Path, mode: str, moment: AtRequest
 ) -> None:
     kill_in_save(faulty, moment, 2, tmp_path, jobs.train, ROOT, 1000, mode)
-    newest = latest(ROOT)
-    assert newest is not None
-    assert newest.step in (2, 4)
+    assert latest(ROOT).step in (2, 4)
 
     run_ranks(1, jobs.train, ROOT, 6, mode)
     run_ranks(4, jobs.train, ROOT, 8, mode)

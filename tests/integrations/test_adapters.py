@@ -104,9 +104,7 @@ def test_saves_and_loads_by_checkpoint_id_alone(root: str, s3: Any, bucket: str,
         state["w"].zero_()
         future.result(60)
         assert _load(checkpoint_id=checkpoint_id) == number
-    newest = dcp_s3.latest(Path(root))
-    assert newest is not None
-    assert newest.url == f"{root}/5"
+    assert dcp_s3.latest(Path(root)).url == f"{root}/5"
     dcp.save(_state(9.0), checkpoint_id=Path(root, "9"), storage_writer=S3StorageWriter())
     assert _load(storage_reader=S3StorageReader(Path(root, "9"))) == 9
 
@@ -360,9 +358,7 @@ def test_a_checkpoint_that_is_still_being_saved_goes_after_the_next_one(faulty: 
         saves.remove(A)
         assert moment.reached.wait(60)
     saves.wait()
-    retention = saves._retention
-    assert retention is not None
-    until(lambda: retention._thread is None)  # it has removed what it may
+    until(lambda: saves._retention._thread is None)  # it has removed what it may
     assert committed() == {A}, "it is the newest"
     save(saves, B, 8)
     saves.close()

@@ -201,7 +201,6 @@ def test_ranks_commit_what_all_have_written_and_nothing_of_an_earlier_attempt() 
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(lambda rank: commit(store, rank, f"new{rank}", written[rank], 2), [1, 0]))
     files = find_files(store, URL)
-    assert files is not None
     assert sorted(files) == ["model_0.pt", "model_1.pt", "sub/data.json"]
     assert all(crc_hex(crc64nvme(store.get(URL.key(path)).data)) == entry.crc64nvme for path, entry in files.items())
 

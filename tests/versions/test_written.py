@@ -188,9 +188,7 @@ def test_it_is_loaded_verified_and_found(s3: Any, bucket: str, root: str, tmp_pa
     found = blank(state())
     dcp.load(found, storage_reader=S3StorageReader(f"{root}/step-1"))
     assert_same(found, state())
-    latest = dcp_s3.latest(root)
-    assert latest is not None
-    assert latest.url == f"{root}/step-1"
+    assert dcp_s3.latest(root).url == f"{root}/step-1"
     report = dcp_s3.verify(f"{root}/step-1")
     assert report.ok, report
     assert_same(dcp_s3.read_tensors(f"{root}/step-1", ["w"]), {"w": state()["w"]})
