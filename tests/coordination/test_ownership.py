@@ -79,21 +79,26 @@ class _Block(nn.Module):
 
 
 class _Model(nn.Module):
-    def __init__(self, width: int, layers: int = 3) -> None:
+    def __init__(self, width: int = 241) -> None:
         super().__init__()
         self.embed = nn.Embedding(1001, width)
-        self.layers = nn.ModuleList(_Block(width) for _ in range(layers))
+        self.layers = nn.ModuleList(_Block(width) for _ in range(3))
         self.norm = nn.LayerNorm(width)
-        self.three = nn.Parameter(torch.zeros(3, width))
-        self.few = nn.Parameter(torch.zeros(3))
+        self.three, self.few = nn.Parameter(torch.zeros(3, width)), nn.Parameter(torch.zeros(3))
         self.register_buffer("seen", torch.tensor(0))
         self.register_buffer("table", torch.zeros(5, 4 * KIB))
+
+
+def _mesh(world_size: int, *names: str) -> DeviceMesh:
+    """The last dimension has what the others leave, which are 2."""
+    twos = (2,) * (len(names) - 1)
+    return init_device_mesh("cpu", (*twos, world_size // 2 ** len(twos)), mesh_dim_names=names)
 
 
 def _model(mesh: DeviceMesh | None, tensor: DeviceMesh | None = None, whole: bool = True) -> _Model:
     """Over FSDP's mesh, and over that of tensor parallelism. ``whole``: no layer is left out of the latter."""
     with torch.device("meta"):
-        model = _Model(241)
+        model = _Model()
     if tensor is not None:
         plan: dict[str, Any] = {"layers.*.up": ColwiseParallel(), "layers.*.down": RowwiseParallel()}
         norms = {"layers.*.norm": SequenceParallel(), "norm": SequenceParallel()}
@@ -118,29 +123,21 @@ def _training(model: nn.Module) -> State:
     return {"model": weights, "optimizer": {**moments, **steps, "param_groups": groups}, "step": 7}
 
 
-def _two(world_size: int, names: tuple[str, ...]) -> DeviceMesh:
-    return init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=names)
-
-
 def _parallel(*names: str, whole: bool = True) -> Callable[[int, int], State]:
     """A training over a mesh of these dimensions: FSDP's, HSDP's, and that of tensor parallelism."""
 
     def make(rank: int, world_size: int) -> State:
-        if len(names) < 2:
-            return _training(_model(init_device_mesh("cpu", (world_size,)) if names else None))
-        if len(names) == 3:
-            mesh = init_device_mesh("cpu", (2, 2, world_size // 4), mesh_dim_names=names)
-            return _training(_model(mesh[names[:2]], mesh["tp"]))
-        mesh = _two(world_size, names)
-        over = (mesh["fsdp"], mesh["tp"]) if "tp" in names else (mesh,)
-        return _training(_model(*over, whole=whole))
+        if not names:
+            return _training(_model(None))
+        mesh, twos = _mesh(world_size, *names), names[:-1]
+        return _training(_model(mesh[twos], mesh["tp"], whole) if twos else _model(mesh))
 
     return make
 
 
 def _pipeline(rank: int, world_size: int) -> State:
     """Two stages, each with FSDP of its own. Nothing is plain but what both have."""
-    stage = _two(world_size, ("pp", "fsdp"))["fsdp"]
+    stage = _mesh(world_size, "pp", "fsdp")["fsdp"]
     number = rank // (world_size // 2)
     weights = {name: each for name, each in _model(stage).state_dict().items() if isinstance(each, DTensor)}
     return {f"stage{number}": weights, "step": 7, "table": _meta(64 * KIB)}
@@ -154,7 +151,7 @@ def _by_hand(rank: int, world_size: int) -> State:
 
 def _edges(rank: int, world_size: int) -> State:
     """What is empty on some ranks, on all, in one dimension or in two."""
-    line, both = init_device_mesh("cpu", (world_size,)), _two(world_size, ("a", "b"))
+    line, both = _mesh(world_size, "a"), _mesh(world_size, "b", "c")
     return {
         "one_row": _place(line, [Shard(0)], 1, 4),
         "no_rows": _place(line, [Shard(0)], 0, 3),
