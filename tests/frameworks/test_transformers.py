@@ -71,6 +71,7 @@ def trainer(run: Run, **more: Any) -> Trainer:
         "per_device_train_batch_size": BATCH // ranks, "max_grad_norm": 0.0,  # a norm depends on the number of shards
         **sharded, **dict(run.arguments),
     }  # fmt: skip
+    arguments = TrainingArguments(**options)
     if run.sharded:
         pretend_devices()
     torch.set_num_threads(1)
@@ -80,8 +81,7 @@ def trainer(run: Run, **more: Any) -> Trainer:
         model = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj", "v_proj"], lora_dropout=0.1))
     data = [{"input_ids": text, "labels": text} for text in texts()]
     made = Trainer(
-        model=model, args=TrainingArguments(**options), train_dataset=data, eval_dataset=data[:4],
-        checkpoint_root=run.root, **more,
+        model=model, args=arguments, train_dataset=data, eval_dataset=data[:4], checkpoint_root=run.root, **more,
     )  # fmt: skip
     made.add_callback(_Between(made, run.steps))
     return made
