@@ -35,6 +35,8 @@ from tests.preload import MODULES
 
 MODULES.append(__name__)  # imported once, by the process that ranks are forked from
 
+pytestmark = pytest.mark.servers("memory")
+
 ROOT = f"s3://{BUCKET}/run"
 CPU = torch.device("cpu")
 SEQUENCES = 20
@@ -278,7 +280,6 @@ def test_killed_in_a_save_it_goes_on_to_the_same_bits_on_other_ranks(
     assert [info.step for info in list_checkpoints(ROOT) if info.committed] == [10, 12]
 
 
-@pytest.mark.servers("memory")
 @pytest.mark.parametrize("at", [3, 5], ids=["within_an_epoch", "at_its_end"])
 def test_ranks_with_their_own_data_and_random_numbers_go_on_to_the_same_bits(root: str, at: int) -> None:
     run = Run(root, sharded=False, alike=False, steps=7)
@@ -292,21 +293,18 @@ def test_ranks_with_their_own_data_and_random_numbers_go_on_to_the_same_bits(roo
     assert found[1][1] == {step: (first if int(step[5:]) <= at else second)[step] for step in second}
 
 
-@pytest.mark.servers("memory")
 @pytest.mark.parametrize("when", ["save", "load"])
 def test_what_is_wrong_on_one_rank_is_an_error_of_all(root: str, when: str) -> None:
     for error in run_ranks(2, failing, root, when):
         assert f"in the {when} of rank 1" in error
 
 
-@pytest.mark.servers("memory")
 def test_sharded_tensors_of_a_registered_object_load_on_another_number_of_ranks(root: str) -> None:
     saved, other = run_ranks(2, with_weights, Run(root, sharded=True), False)
     assert saved == other
     assert run_ranks(1, with_weights, Run(root, sharded=True), True) == [saved]
 
 
-@pytest.mark.servers("memory")
 def test_the_example_trains_and_goes_on(root: str, tmp_path: Path) -> None:
     options = ["--url", root, "--save-every", "2"]
     run_ranks(2, run_example, example.main, [*options, "--steps", "4"], tmp_path)
@@ -338,7 +336,6 @@ def two_models(seed: int) -> tuple[Accelerator, list[nn.Module], list[Any]]:
     return accelerator, models, list(prepared[2:])
 
 
-@pytest.mark.servers("memory")
 def test_several_models_and_optimizers_are_one_checkpoint(root: str) -> None:
     accelerator, models, optimizers = two_models(1)
     weights = [model.weight.detach().clone() for model in models]
@@ -356,7 +353,6 @@ def test_several_models_and_optimizers_are_one_checkpoint(root: str) -> None:
         assert torch.equal(optimizer.state_dict()["state"][0]["exp_avg"], moment)
 
 
-@pytest.mark.servers("memory")
 def test_the_scaler_the_step_and_registered_objects(root: str) -> None:
     def prepare(scale: float, value: Any, schedulers: int = 1) -> tuple[Accelerator, Registered]:
         accelerator = make()
