@@ -46,16 +46,9 @@ class Driver:
     """
 
     def __init__(
-        self,
-        store: Store,
-        url: CheckpointURL,
-        me: protocol.Member,
-        rank_timeout: float,
-        work: Any = None,
-        *,
-        now: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], None] = time.sleep,
-    ) -> None:
+        self, store: Store, url: CheckpointURL, me: protocol.Member, rank_timeout: float, work: Any = None, *,
+        now: Callable[[], float] = time.monotonic, sleep: Callable[[float], None] = time.sleep,
+    ) -> None:  # fmt: skip
         self._store, self._url, self._me, self._work = store, url, me, work
         self._rank_timeout, self._now, self._sleep_for = rank_timeout, now, sleep
         self._watch = Watch(now, rank_timeout)
@@ -196,9 +189,7 @@ class Driver:
         if not missing:
             return ""
         key = Key("roll", claim.nonce + secrets.token_hex(8))
-        self._store.put(
-            self._url.key(key.path), json.dumps({str(rank): each for rank, each in missing.items()}).encode()
-        )
+        self._store.put(self._url.key(key.path), json.dumps(missing).encode())
         return key.id
 
     def read_roll(self, claim: Claim, rank: int) -> list[int]:
@@ -310,9 +301,8 @@ class Watch:
         now = self._listed_at = self._now()
         found: dict[str, set[int]] = {"intent": set(), "part": set()}
         is_new = False
-        for (kind, name, *_), sign in ((each, sign) for each, sign in names if len(each) == 2):
-            if kind in found and name.isdecimal() and int(name) < world_size:
-                rank = int(name)
+        for (kind, *rest), sign in names:
+            if kind in found and len(rest) == 1 and rest[0].isdecimal() and (rank := int(rest[0])) < world_size:
                 is_known = kind == "part" and rank in self.present.parts
                 if not is_known and (kind == "part" or self._signs.get(rank) != sign):
                     self._changed_at[rank], is_new = now, True
@@ -328,9 +318,8 @@ class Watch:
     def find_silent(self, ranks: frozenset[int], patience: float) -> int | None:
         # When it was listed, not now: who slept, or could not reach the store, has to look first.
         since = self._listed_at - patience * self._rank_timeout
-        return min(
-            (each for each in ranks if max(self._phase_at, self._changed_at.get(each, 0.0)) <= since), default=None
-        )
+        silent = (rank for rank in ranks if max(self._phase_at, self._changed_at.get(rank, 0.0)) <= since)
+        return min(silent, default=None)
 
 
 # --- what the store must be able to do ------------------------------------------------------------------

@@ -18,25 +18,10 @@ from torch.distributed.checkpoint.metadata import StorageMeta, TensorProperties
 
 from dcp_s3.errors import SaveProtocolError, ShardingError
 from dcp_s3.failures import name_ranks
+from dcp_s3.format import part as parts
 from dcp_s3.format.control_files import ObjectEntry
 from dcp_s3.format.metadata_columns import Ints, StoredItems, dump_items, group_starts, stable_order
-from dcp_s3.format.part import (
-    BLOCK,
-    CRCS,
-    FLAGS,
-    IS_SHARD,
-    NAME,
-    OBJECT,
-    OFFSETS,
-    PLACE,
-    PROPERTIES,
-    SIZES,
-    WHOLE,
-    Table,
-    make_properties,
-    path_from,
-    unpack,
-)
+from dcp_s3.format.part import BLOCK, CRCS, FLAGS, IS_SHARD, NAME, OBJECT, OFFSETS, PLACE, PROPERTIES, SIZES, WHOLE
 from dcp_s3.format.saved_entries import Shape, box_text, find_flaw
 from dcp_s3.process import collector_paused
 
@@ -66,8 +51,8 @@ class Merging:
         # Columns of each part, as in `Columns`; but names, shapes and properties are those of the whole save.
         self._columns: dict[int, tuple[npt.NDArray[np.int32], npt.NDArray[np.int64], npt.NDArray[np.uint64]]] = {}
         # What the items of all parts refer to, each value once. The order is that in which parts came.
-        self._names, self._shapes = Table[str](), Table[tuple[int, ...]]()
-        self._properties = Table[tuple[Any, ...]]()
+        self._names, self._shapes = parts.Table[str](), parts.Table[tuple[int, ...]]()
+        self._properties = parts.Table[tuple[Any, ...]]()
         self._made: list[TensorProperties] = []
         """Properties by number."""
         self._paths: dict[int, tuple[int, tuple[str | int, ...]]] = {}
@@ -79,7 +64,7 @@ class Merging:
         """Add the part of another rank, as it was read. Returns whether its tensors have other properties (dtypes and
         so on) than those of all parts before. A ValueError if it is none, damaged, or of another save; then nothing was
         added."""
-        part = unpack(data)
+        part = parts.unpack(data)
         if (part.save, part.world_size) != (self._save, self._world_size) or part.rank in self._facts:
             raise ValueError(
                 f"part of rank {part.rank} belongs to save {part.save} of {part.world_size} ranks, expected "
@@ -88,14 +73,14 @@ class Merging:
         known = len(self._made)
         for each in part.properties:
             if each not in self._properties:
-                self._made.append(make_properties(each))
+                self._made.append(parts.make_properties(each))
                 self._properties[each]
         names = _numbers(self._names, part.names)
         if part.paths is not None:
             self._flattened = True
             for number, name, code in zip(names.tolist(), part.names, part.paths, strict=True):
                 if code is not None and (number not in self._paths or self._paths[number][0] > part.rank):
-                    self._paths[number] = part.rank, path_from(name, code)
+                    self._paths[number] = part.rank, parts.path_from(name, code)
         numbers, ranges = part.numbers.astype(np.int32), part.ranges.copy()
         numbers[NAME] = names[part.numbers[NAME]]
         for row, table in (
@@ -144,7 +129,9 @@ class Merging:
         ranks = np.repeat(np.array(order, np.int64), counts)
         crc_starts = np.cumsum(numbers[CRCS] // 8, dtype=np.int64) - numbers[CRCS] // 8
         names, shapes = list(self._names), list(self._shapes)
-        kept = _first_of_each(numbers[NAME].astype(np.int64) * (len(shapes) + 1) + numbers[PLACE])
+        keys = numbers[NAME].astype(np.int64) * (len(shapes) + 1) + numbers[PLACE]
+        by_key, kept = stable_order(keys), np.zeros(len(keys), bool)
+        kept[by_key[group_starts(keys[by_key])]] = True  # the first of each index
         _check_wholes(numbers, kept, ranks, names, shapes, self._made)
         if not kept.all():
             numbers, ranges, ranks, crc_starts = numbers[:, kept], ranges[:, kept], ranks[kept], crc_starts[kept]
@@ -173,7 +160,7 @@ class Merging:
 _NONE = np.zeros(1, np.int32)
 
 
-def _numbers(table: Table[_Key], keys: Sequence[_Key]) -> npt.NDArray[np.int32]:
+def _numbers(table: parts.Table[_Key], keys: Sequence[_Key]) -> npt.NDArray[np.int32]:
     return np.fromiter(map(table.__getitem__, keys), np.int32, len(keys))
 
 
@@ -202,14 +189,6 @@ def _in_order(numbers: npt.NDArray[np.int32], table: Collection[_Ordered]) -> li
     return [values[each] for each in found]
 
 
-def _first_of_each(keys: Ints) -> npt.NDArray[np.bool_]:
-    """Whether each key is the first of its value."""
-    order = stable_order(keys)
-    first = np.zeros(len(keys), bool)
-    first[order[group_starts(keys[order])]] = True
-    return first
-
-
 def _first_places(values: Ints, count: int) -> npt.NDArray[np.int64]:
     """Where each value first occurs; their number, of one that does not."""
     first = np.full(count, len(values), np.int64)
@@ -227,13 +206,9 @@ def _inverse(order: Ints, count: int) -> npt.NDArray[np.int32]:
 
 
 def _check_wholes(
-    numbers: Ints,
-    kept: npt.NDArray[np.bool_],
-    ranks: Ints,
-    names: Sequence[str],
-    shapes: Sequence[Shape],
+    numbers: Ints, kept: npt.NDArray[np.bool_], ranks: Ints, names: Sequence[str], shapes: Sequence[Shape],
     properties: Sequence[TensorProperties],
-) -> None:
+) -> None:  # fmt: skip
     """A name is the same on all ranks: a tensor of one shape and dtype, or something else. Duplicates of a whole tensor
     may differ, as in DCP (the first one counts), but not those of shards."""
     dtypes = [each.dtype for each in properties]
@@ -244,14 +219,15 @@ def _check_wholes(
     wrong = np.flatnonzero(counts & ((kinds != kinds[firsts]) | (wholes != wholes[firsts])))
     if not len(wrong):
         return
-    pair = (int(firsts[wrong[0]]), int(wrong[0]))
+    pair = [int(firsts[wrong[0]]), int(wrong[0])]
     name = names[numbers[NAME][pair[0]]]
     one, other = (
-        f"{dtypes[kinds[each] - 1]} of shape {shapes[wholes[each] - 1]}" if kinds[each] else "no tensor"
-        for each in pair
+        (f"{dtypes[kinds[at] - 1]} of shape {shapes[wholes[at] - 1]}" if kinds[at] else "no tensor")
+        + f" on rank {ranks[at]}"
+        for at in pair
     )
-    text = f"{name!r} is {one} on rank {ranks[pair[0]]}, but {other} on rank {ranks[pair[1]]}. Remedy: "
-    if kinds[pair[0]] and kinds[pair[1]]:
+    text = f"{name!r} is {one}, but {other}. Remedy: "
+    if kinds[pair].all():
         raise ShardingError(f"{text}give it one shape and dtype on all ranks", fqn=name)
     raise SaveProtocolError(f"{text}give them different names")
 

@@ -235,10 +235,8 @@ def _load_dataloader(loader: Any, state: dict[str, Any], same_ranks: bool) -> No
         if same_ranks:
             loader.load_state_dict(state["position"])
         else:
-            logger.warning(
-                "the position of a dataloader is none on another number of ranks: it begins its epoch again. Remedy: "
-                "accelerator.skip_first_batches"
-            )
+            what = "the position of a dataloader is none on another number of ranks: it begins its epoch again"
+            logger.warning("%s. Remedy: accelerator.skip_first_batches", what)
 
 
 def _sources_of_chance(loader: Any) -> tuple[SeedableRandomSampler | None, torch.Generator | None]:

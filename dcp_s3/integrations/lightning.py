@@ -46,8 +46,6 @@ from dcp_s3.settings import SettingsLike, resolve_settings
 from dcp_s3.stage.stager import S3Stager
 from dcp_s3.url import is_s3_url, parse_url
 
-__all__ = ["S3ModelParallelStrategy"]
-
 _META = "meta.pt"  # the name that Lightning's own strategies give it
 
 
@@ -101,14 +99,12 @@ class S3ModelParallelStrategy(ModelParallelStrategy):
                 the background.
             InvalidURLError: the path is an S3 URL that was taken for a local path.
         """
-        url = find_url(self.broadcast(filepath))
-        if url is None:
+        if (url := find_url(self.broadcast(filepath))) is None:
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
         trainer, ranks = self.lightning_module.trainer, self._ranks
-        state = {"state_dict": checkpoint.pop("state_dict")}
-        for number, optimizer in enumerate(checkpoint.pop("optimizer_states", [])):
-            state[f"optimizer_{number}"] = optimizer
+        state = {f"optimizer_{number}": each for number, each in enumerate(checkpoint.pop("optimizer_states", []))}
+        state["state_dict"] = checkpoint.pop("state_dict")
 
         def describe() -> tuple[Mapping[str, Any], Mapping[str, bytes]]:
             logged = {name: float(value) for name, value in trainer.callback_metrics.items()}
@@ -118,9 +114,8 @@ class S3ModelParallelStrategy(ModelParallelStrategy):
                 torch.save(checkpoint, buffer)
             return metrics, {_META: buffer.getvalue()} if ranks.is_first else {}
 
-        blocking = self._saves is None
         with self._working_saves() as saves:
-            saves.save(url, trainer.global_step, state, describe, blocking=blocking)
+            saves.save(url, trainer.global_step, state, describe, blocking=self._saves is None)
 
     def load_checkpoint(
         self, checkpoint_path: str | os.PathLike[str], weights_only: bool | None = None
@@ -135,10 +130,8 @@ class S3ModelParallelStrategy(ModelParallelStrategy):
             RestoreFailedError: ``failures`` has the causes by rank. The state may be partly loaded.
             EntryNotFoundError: the checkpoint is not one of Lightning's.
         """
-        url = find_url(self.broadcast(checkpoint_path))
-        if url is None:
-            loaded: dict[str, Any] = super().load_checkpoint(checkpoint_path, weights_only)
-            return loaded
+        if (url := find_url(self.broadcast(checkpoint_path))) is None:
+            return dict(super().load_checkpoint(checkpoint_path, weights_only))
         safe = weights_only is not False
         strict, fitting = self.lightning_module.strict_loading, self.lightning_module.trainer.state.fn
         if self._saves is not None:
@@ -153,14 +146,12 @@ class S3ModelParallelStrategy(ModelParallelStrategy):
         self.model.load_state_dict(state["state_dict"], strict=strict)
         for name, each in optimizers.items():
             states.set_optimizer_state_dict(self.model, each, optim_state_dict=state[name])
-        checkpoint: dict[str, Any] = torch.load(io.BytesIO(meta), weights_only=safe)
-        return checkpoint
+        return dict(torch.load(io.BytesIO(meta), weights_only=safe))
 
     def remove_checkpoint(self, filepath: str | os.PathLike[str]) -> None:
         """Remove a checkpoint: during `Trainer.fit` in the background, when the save before is committed. As with local
         paths, one that `Trainer.fit` began from, or of another run, stays."""
-        url = find_url(filepath)
-        if url is None:
+        if (url := find_url(filepath)) is None:
             super().remove_checkpoint(filepath)
             return
         # What ModelCheckpoint asks itself about local paths only.
@@ -215,7 +206,7 @@ class CheckpointFiles(fsspec.AbstractFileSystem):
     def exists(self, path: str, **kwargs: Any) -> bool:
         """Whether a committed checkpoint is at or directly below ``path``."""
         expected = None if self._saves is None else self._saves.will_hold(str(parse_url(_text(path))))
-        return (self._committed(path) is not None or bool(self.ls(path))) if expected is None else expected
+        return bool(self._committed(path) or self.ls(path)) if expected is None else expected
 
     isdir = exists
 
@@ -227,14 +218,14 @@ class CheckpointFiles(fsspec.AbstractFileSystem):
 
     def modified(self, path: str) -> datetime:
         """When the checkpoint at ``path`` was committed."""
-        if (info := self._committed(path)) is None:
-            raise FileNotFoundError(path)
-        return datetime.fromtimestamp(info.created_at or 0.0, tz=timezone.utc)
+        if info := self._committed(path):
+            return datetime.fromtimestamp(info.created_at or 0.0, tz=timezone.utc)
+        raise FileNotFoundError(path)
 
     def _committed(self, path: str) -> CheckpointInfo | None:
         url = parse_url(_text(path))
         found = inspect(S3Store(url.bucket, resolve_settings(None)), url)
-        return found.info if found is not None and found.info.committed else None
+        return found.info if found and found.info.committed else None
 
 
 if find_spec("s3fs") is None:
@@ -245,10 +236,8 @@ def find_url(path: str | os.PathLike[str] | None) -> str | None:
     """The S3 URL that Lightning means by a path; None if it is another path. InvalidURLError if Lightning took an S3
     URL for a local path."""
     text = os.fspath(path or "")
-    if text.startswith(_CHAINED):
-        text = _text(text)
-    if is_s3_url(text):
-        return str(parse_url(text))
+    if text.startswith(_CHAINED) or is_s3_url(text):
+        return str(parse_url(_text(text)))
     if "/s3:/" in text:
         raise errors.InvalidURLError(
             f"{text!r} is an S3 URL that was taken for a local path. Remedy: pass it as text, not as a pathlib.Path"

@@ -9,8 +9,8 @@ A TrainerCallback cannot do this: ``on_save`` comes after the Trainer has writte
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
+import itertools
 import json
 import logging
 import tempfile
@@ -99,11 +99,9 @@ class S3Checkpoints(_AnyTrainer):
             if metric is not None:
                 mode = "max" if self.args.greater_is_better else "min"
                 policy += f" best:1:eval_{metric.removeprefix('eval_')}:{mode}:drop"
-        with contextlib.ExitStack() as stack:
-            manager = CheckpointManager(self.checkpoint_root, retention=policy, overwrite=True)
-            self._manager = stack.enter_context(manager)
+        manager = CheckpointManager(self.checkpoint_root, retention=policy, overwrite=True)
+        with manager as self._manager, tempfile.TemporaryDirectory() as folder:
             try:
-                folder = None if wanted is None else stack.enter_context(tempfile.TemporaryDirectory())
                 resumes = self._find(wanted, folder)
                 self.args.save_total_limit = None  # it would be applied to what lies in output_dir
                 return super().train(resume_from_checkpoint=folder if resumes else None, **kwargs)
@@ -111,7 +109,7 @@ class S3Checkpoints(_AnyTrainer):
                 self.args.save_total_limit = limit
                 self._manager = self._resumed = self._training = None
 
-    def _find(self, wanted: int | None, folder: str | None) -> bool:
+    def _find(self, wanted: int | None, folder: str) -> bool:
         """Put the state of the Trainer, from which it learns where to go on, into a folder. False: to begin anew."""
         if wanted is not True:  # that is the latest
             latest = all_ranks().from_first(self._manager.latest_step)
@@ -122,7 +120,7 @@ class S3Checkpoints(_AnyTrainer):
                     "resume_from_checkpoint=True to go on from there, another checkpoint_root, or delete the later "
                     "ones (dcp-s3 rm)", url=self.checkpoint_root,
                 )  # fmt: skip
-        if folder is None:
+        if wanted is None:
             return False
         state = {"trainer": ""}
         self._resumed = self._manager.restore(state, None if wanted is True else wanted)
@@ -147,17 +145,12 @@ class S3Checkpoints(_AnyTrainer):
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         self.store_flos()
         state, step = self.state, self.state.global_step
-        callbacks = [
-            each for each in [*self.callback_handler.callbacks, self.control] if isinstance(each, ExportableState)
-        ]
-        trainer = dataclasses.asdict(dataclasses.replace(state, stateful_callbacks=callbacks))
-        metrics = {
-            name: value
-            for entry in state.log_history
-            if entry.get("step") == step
-            for name, value in entry.items()
-            if name != "step" and isinstance(value, (int, float))
-        }
+        callbacks = [*self.callback_handler.callbacks, self.control]
+        kept = [each for each in callbacks if isinstance(each, ExportableState)]
+        trainer = dataclasses.asdict(dataclasses.replace(state, stateful_callbacks=kept))
+        logged = (entry.items() for entry in state.log_history if entry.get("step") == step)
+        found = {name: value for name, value in itertools.chain(*logged) if isinstance(value, (int, float))}
+        metrics = {name: value for name, value in found.items() if name != "step"}
         self._manager.save(step, {**self._everything(), "trainer": json.dumps(trainer)}, metrics)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:

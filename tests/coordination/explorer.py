@@ -20,21 +20,7 @@ from dcp_s3.coordination.identity import Attempt
 from dcp_s3.coordination.protocol import COMMITTED, LOST, Get, Put, Task, Wait
 from dcp_s3.coordination.values import CLAIM, COMMITTING, METADATA, Found, Key, Merged
 from tests.coordination import model
-from tests.coordination.model import (
-    FAULTS,
-    JOINT,
-    BrokenError,
-    Checkpoint,
-    Config,
-    Delete,
-    Gate,
-    ListAll,
-    Part,
-    Rank,
-    State,
-    Storage,
-    Told,
-)
+from tests.coordination.model import FAULTS, JOINT, BrokenError, Checkpoint, Config, Gate, Part, State
 
 DEAD = -1
 _THROWN = {
@@ -62,7 +48,7 @@ class Node:
     is_leaving: bool = False
 
 
-class World(Storage):
+class World(model.Storage):
     """One configuration."""
 
     part_id = staticmethod(lambda nonce: nonce)
@@ -82,13 +68,13 @@ class World(Storage):
 
     # --- processes
 
-    def make(self, spec: int) -> tuple[Rank | None, Any]:
+    def make(self, spec: int) -> tuple[model.Rank | None, Any]:
         start, rank, script = self.specs[spec]
         if start is None:
             return None, model.prune(frozenset(range(max(len(each.calls) for each in self.config.starts))))
         attempt = Attempt("", (), str(start.token), float(start.token), len(start.calls), rank)
         numbered, process = self.config.numbered, f"{start.name}{rank}"
-        me = Rank(rank, attempt, process, self.config.overwrite, index=spec, is_numbered=numbered)
+        me = model.Rank(rank, attempt, process, self.config.overwrite, index=spec, is_numbered=numbered)
         return me, model.live(me, script)
 
     def step(self, spec: int, node: int | None = None, answer: Any = None, thrown: str = "") -> int:
@@ -152,7 +138,7 @@ class World(Storage):
             is_moving = False
             for spec, node in enumerate(state.nodes):
                 pending = None if node == DEAD else self.nodes[node].pending
-                if isinstance(pending, Told):
+                if isinstance(pending, model.Told):
                     self.hear(state, *self.specs[spec][:2], pending)
                 elif not isinstance(pending, Gate) or not self.is_open(state, spec, pending):
                     continue
@@ -205,9 +191,9 @@ class World(Storage):
                 return body
             body = body.nonce if key == METADATA else body
             return Found(Merged(key.id, body) if key.kind == "merged" else body, str(store[key]))
-        if isinstance(operation, ListAll):
+        if isinstance(operation, model.ListAll):
             return tuple(sorted(store))
-        if isinstance(operation, Delete):
+        if isinstance(operation, model.Delete):
             return self.delete(store, operation.keys)
         claim = operation.claim
         intents = frozenset(key.rank for key in store if key[:2] == ("intent", claim.nonce))

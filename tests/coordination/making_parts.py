@@ -40,11 +40,7 @@ def other(fqn: str) -> WriteItem:
 
 
 def part_of(
-    rank: int,
-    ranks: int,
-    written: Iterable[WriteItem],
-    *,
-    paths: Mapping[str, tuple[str | int, ...]] | None = None,
+    rank: int, ranks: int, written: Iterable[WriteItem], *, paths: Mapping[str, tuple[str | int, ...]] | None = None
 ) -> Part:
     """The part of a rank that wrote these items and holds others too, all in one object."""
     written = tuple(written)
@@ -55,7 +51,7 @@ def part_of(
         info = make_storage_info(path, 1000 * position, 900, raw_offset=raw_offset, crc64nvme=position, blocks=blocks)
         items.append(WrittenItem(item.index, item.tensor_data, info, item.type is WriteItemType.SHARD))
     objects = (ObjectEntry(path, 1000 * len(items), "0" * 16),)
-    return Part(SAVE, rank, ranks, tuple(items), objects, paths)
+    return Part(SAVE, rank, ranks, tuple(items), objects, paths, {"by": rank})
 
 
 # --- random ones ----------------------------------------------------------------------------------

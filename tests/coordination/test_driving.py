@@ -16,30 +16,18 @@ from typing import Any
 import pytest
 
 from dcp_s3 import errors
-from dcp_s3.coordination import driving, protocol
+from dcp_s3.coordination import driving, protocol, values
 from dcp_s3.coordination.driving import Driver, Watch
 from dcp_s3.coordination.identity import Attempt
 from dcp_s3.coordination.processes import settle_saves
-from dcp_s3.coordination.protocol import COMMITTED, DONE, EXISTS, SUPERSEDED, TAKEN, UNKNOWN, Get, Member, Put
-from dcp_s3.coordination.values import (
-    ABORTED,
-    CLAIM,
-    COMMITTING,
-    FULL,
-    OPEN,
-    Claim,
-    Intent,
-    Key,
-    Merged,
-    open_claim,
-    parse_claim,
-)
+from dcp_s3.coordination.protocol import COMMITTED, EXISTS, SUPERSEDED, UNKNOWN, Member
+from dcp_s3.coordination.values import ABORTED, CLAIM, COMMITTING, FULL, OPEN, Claim, Intent, Key, Merged
 from dcp_s3.format.layout import METADATA, data_object
 from dcp_s3.retention.prune import prune
 from dcp_s3.save.joint import verdict_error
-from dcp_s3.store import Expect
+from dcp_s3.store import Expect, Store
 from dcp_s3.url import parse_url
-from tests.memory_store import MemoryStore
+from tests.memory_store import FaultyStore, MemoryStore
 
 URL = parse_url("s3://bucket/run/step-1")
 ATTEMPT = Attempt("run", (0,), "token", 10.0, 2, 0)
@@ -49,14 +37,14 @@ ATTEMPT = Attempt("run", (0,), "token", 10.0, 2, 0)
 class Work:
     """What one rank writes: one object, whose bytes are those of its items."""
 
-    store: MemoryStore
+    store: Store
     rank: int
     digest: str = ""
     writes: tuple[int, ...] = ()
     leaves: tuple[int, ...] = ()
     before: Callable[[Work], object] = lambda _: None
     """Called before it has written."""
-    driver: Driver | None = None
+    driver: Any = None
     moved: int = 0
     asked: list[int] = field(default_factory=list)
 
@@ -66,8 +54,7 @@ class Work:
     def write(self, claim: Claim, rank: int, intent: Intent | None) -> bytes:
         if claim.state == OPEN:
             self.before(self)
-        assert self.driver is not None
-        if claim.state != OPEN:
+        else:
             self.asked = self.driver.read_roll(claim, rank)
         path = data_object(rank, 0, claim.nonce + f"{self.rank:02x}")
         self.store.put(URL.key(path), b"data")
@@ -123,24 +110,22 @@ def save(works: Sequence[Work], *, rank_timeout: float = 0.4, **options: Any) ->
     return told
 
 
-def works_of(count: int, **options: Any) -> list[Work]:
-    store = MemoryStore()
+def works_of(count: int, store: Store | None = None, **options: Any) -> list[Work]:
+    store = store or MemoryStore()
     return [Work(store, rank, **options) for rank in range(count)]
 
 
-def committed(store: MemoryStore) -> list[dict[str, Any]] | None:
-    try:
-        found: list[dict[str, Any]] = json.loads(store.get(URL.key(METADATA)).data)
-    except errors.ObjectNotFoundError:
-        return None
+def committed(store: Store) -> list[dict[str, Any]]:
+    """The parts of the checkpoint, whose objects are there; none if there is no checkpoint."""
+    if not store.exists(URL.key(METADATA)):
+        return []
+    found: list[dict[str, Any]] = json.loads(store.get(URL.key(METADATA)).data)
     assert all(store.exists(URL.key(part["path"])) for part in found)
     return found
 
 
-def claim_of(store: MemoryStore) -> Claim:
-    claim = parse_claim(store.get(URL.key(CLAIM.path)).data)
-    assert claim is not None
-    return claim
+def claim_of(store: Store) -> Any:
+    return values.parse_claim(store.get(URL.key(CLAIM.path)).data)
 
 
 # --- whole saves -----------------------------------------------------------------------------------------------
@@ -152,19 +137,55 @@ def test_all_ranks_commit_one_checkpoint(count: int, number: int | None) -> None
     works = works_of(count)
     assert save(works, rank_timeout=20.0, number=number) == dict.fromkeys(range(count), COMMITTED)
     found = committed(works[0].store)
-    assert found is not None
     assert [part["rank"] for part in found] == [part["by"] for part in found] == list(range(count))
     assert claim_of(works[0].store).state == COMMITTING
 
 
-@pytest.mark.parametrize("overwrite", [False, True])
-def test_a_save_of_another_kind_that_commits_first_is_not_replaced(overwrite: bool) -> None:
-    works = works_of(2)
+@pytest.mark.parametrize(
+    ("at", "overwrite", "what", "verdict"),
+    [
+        ("__1_", False, "save", EXISTS),  # while rank 1 writes
+        ("__1_", True, "save", EXISTS),
+        (METADATA, False, "save", EXISTS),  # after the decision
+        (METADATA, True, "prune", COMMITTED),
+    ],
+)
+def test_who_knows_no_claims_and_saves_or_prunes_meanwhile(at: str, overwrite: bool, what: str, verdict: str) -> None:
+    store, raced = MemoryStore(), list[str]()
     if overwrite:
-        works[0].store.put(URL.key(METADATA), b"[0]")
-    works[0].before = lambda work: work.store.put(URL.key(METADATA), b"[1]")
-    assert set(save(works, rank_timeout=20.0, overwrite=overwrite).values()) == {EXISTS}
-    assert works[0].store.get(URL.key(METADATA)).data == b"[1]"
+        save(works_of(2, store), rank_timeout=20.0)
+
+    def race(method: str, key: str) -> None:
+        if method == "put" and at in key and not raced:
+            raced.append(key)
+            store.delete([URL.key(METADATA)]) if what == "prune" else store.put(URL.key(METADATA), b"[]")
+
+    works = works_of(2, FaultyStore(store, race))
+    assert set(save(works, number=2, overwrite=overwrite, rank_timeout=20.0).values()) == {verdict}
+    parts = [claim_of(store).nonce in part["path"] for part in committed(store)]
+    assert parts == ([True, True] if verdict == COMMITTED else [])
+
+
+@pytest.mark.parametrize(
+    ("holds", "gone", "why"),
+    [
+        (["same"] * 2, 1, ""),
+        (["same"] * 4, 1, ""),
+        (["same", "same", "other"], 2, "rank 2 has stopped"),
+    ],
+)
+def test_who_holds_the_same_writes_for_a_rank_that_is_gone_and_nobody_else(
+    holds: list[str], gone: int, why: str
+) -> None:
+    works = works_of(len(holds))
+    for work, digest in zip(works, holds, strict=True):
+        work.digest = digest
+    works[gone].before = die
+    alive = [rank for rank in range(len(holds)) if rank != gone]
+    assert save(works) == dict.fromkeys(alive, ABORTED if why else COMMITTED)
+    assert why in claim_of(works[0].store).why
+    own = [part["by"] == part["rank"] for part in committed(works[0].store)]
+    assert own == ([] if why else [rank in alive for rank in range(len(holds))])
 
 
 def test_a_failure_of_one_rank_is_told_to_all() -> None:
@@ -174,27 +195,8 @@ def test_a_failure_of_one_rank_is_told_to_all() -> None:
     works = works_of(3)
     works[1].before = fail
     assert save(works, rank_timeout=20.0) == dict.fromkeys(range(3), ABORTED)
-    assert committed(works[0].store) is None
+    assert committed(works[0].store) == []
     assert claim_of(works[0].store).why == "rank 1: AccessDeniedError: no right"
-
-
-@pytest.mark.parametrize("count", [2, 4])
-def test_who_holds_the_same_writes_for_a_rank_that_is_gone(count: int) -> None:
-    works = works_of(count, digest="same")
-    works[1].before = die
-    told = save(works)
-    assert told == {rank: COMMITTED for rank in range(count) if rank != 1}
-    found = committed(works[0].store)
-    assert found is not None
-    assert found[1]["rank"] == 1
-    assert found[1]["by"] != 1
-
-
-def test_who_holds_something_of_its_own_is_not_made_up_for() -> None:
-    works = works_of(3, digest="same")
-    works[2].digest, works[2].before = "other", die
-    assert save(works) == {0: ABORTED, 1: ABORTED}
-    assert "rank 2 has stopped" in claim_of(works[0].store).why
 
 
 def test_a_rank_that_never_comes_ends_the_save_for_all() -> None:
@@ -214,7 +216,7 @@ def test_what_all_leave_to_others_is_written_before_the_parts() -> None:
 
 def test_a_merger_that_dies_is_given_up_however_often_the_claim_is_read() -> None:
     now = [0.0]
-    watch, claim = Watch(lambda: now[0], 10.0), open_claim(ATTEMPT, "0" * 16, None, 1, "", "")
+    watch, claim = Watch(lambda: now[0], 10.0), values.open_claim(ATTEMPT, "0" * 16, None, 1, "", "")
     silent = None
     while silent is None and now[0] < 30:
         now[0] += 0.5
@@ -227,7 +229,7 @@ def test_a_merger_that_dies_is_given_up_however_often_the_claim_is_read() -> Non
 def test_who_slept_looks_before_it_gives_others_up() -> None:
     now = [0.0]
     watch = Watch(lambda: now[0], 10.0)
-    watch.see_claim(open_claim(ATTEMPT, "0" * 16, None, 1, "", ""))
+    watch.see_claim(values.open_claim(ATTEMPT, "0" * 16, None, 1, "", ""))
     watch.see([(["intent", "1"], "first")], 2)
     now[0] = 100.0  # of SIGSTOP; rank 1 went on
     assert watch.find_silent(frozenset({1}), 1.0) is None
@@ -255,27 +257,6 @@ def test_others_are_waited_for_while_they_move() -> None:
     assert "rank 1 " in claim_of(store).why
 
 
-@pytest.mark.parametrize("who", ["a save that knows no claims", "a prune"])
-def test_who_writes_or_deletes_metadata_after_the_decision(who: str) -> None:
-    works = works_of(2)
-    store, overwrite = works[0].store, who == "a prune"
-    if overwrite:
-        save(works, rank_timeout=20.0)
-    put = store.put
-    merged: list[Any] = []
-
-    def race(key: str, data: Any, *args: Any, **options: Any) -> None:
-        if key == URL.key(METADATA) and not merged:
-            merged.append(data)
-            store.delete([key]) if overwrite else put(key, b"another")
-        put(key, data, *args, **options)
-
-    store.put = race  # type: ignore[method-assign]
-    told = save(works, number=2, overwrite=overwrite, rank_timeout=20.0)
-    assert set(told.values()) == {COMMITTED if overwrite else EXISTS}
-    assert store.get(URL.key(METADATA)).data == (merged[0] if overwrite else b"another")
-
-
 # --- attempts --------------------------------------------------------------------------------------------------
 
 
@@ -289,50 +270,32 @@ def test_a_run_id_that_is_used_again_with_restarts_from_0_is_named_with_the_reme
     assert re.search("Remedy: .* restarts counted from 0 again, give each start of the job a DCP_S3_RUN_ID", str(error))
 
 
-def test_a_put_holds_to_its_condition() -> None:
-    driver = Driver(MemoryStore(), URL, Member(0, ATTEMPT, "process"), 1.0)
-    first, second, third = (open_claim(ATTEMPT, each * 16, None, 1, "", "") for each in "012")
-    assert [driver.carry_out(Put(CLAIM, each, "")) for each in (first, second)] == [DONE, TAKEN]
-    assert driver.carry_out(Put(CLAIM, second, '"another"')) == TAKEN
-    found = driver.carry_out(Get(CLAIM))
-    assert found.body == first
-    assert driver.carry_out(Put(CLAIM, third, found.etag)) == DONE
-
-
 # --- stores ----------------------------------------------------------------------------------------------------
 
 
 class _Unconditional(MemoryStore):
-    """Ignores some conditions."""
-
-    ignores: Callable[[Expect], bool] = staticmethod(lambda _: True)
-    refuses_all = False
+    """Ignores some conditions, or refuses what has them."""
 
     def put(self, key: str, data: bytes | memoryview, *, expect: Expect | None = None, **options: Any) -> None:
-        if expect is not None and expect.etag and self.refuses_all and expect.required:
+        lacks, is_match = self.name.removeprefix("without "), expect is not None and bool(expect.etag)
+        if lacks == "If-Match, which it refuses" and is_match and expect.required:
             raise errors.PreconditionFailedError("refused, whatever is there")
-        super().put(key, data, expect=None if expect is None or self.ignores(expect) else expect, **options)
+        ignores = lacks == "all" or (lacks == "If-Match" and is_match)
+        super().put(key, data, expect=None if ignores else expect, **options)
 
 
 @pytest.mark.parametrize("lacks", ["all", "If-Match", "If-Match, which it refuses"])
 def test_a_store_without_conditional_writes_is_refused_before_a_byte_moves(lacks: str) -> None:
-    store = _Unconditional(f"bucket without {lacks}")
-    if lacks != "all":
-        store.ignores = (lambda expect: bool(expect.etag)) if lacks == "If-Match" else (lambda _: False)
-        store.refuses_all = lacks != "If-Match"
+    store = _Unconditional(f"without {lacks}")
     with pytest.raises(errors.SaveProtocolError, match=r"conditional writes .* Remedy: save with collectives"):
         run_one(Work(store, 0), 1.0)
     assert store.list("").objects == ()
 
 
 def test_a_store_that_does_not_answer_for_a_rank_timeout_ends_the_save_of_this_rank() -> None:
-    class Away(MemoryStore):
-        def get(self, key: str) -> Any:
-            raise errors.TransferError("away")
-
-    work = Work(Away(), 0)
+    away = FaultyStore(MemoryStore(), lambda method, _: errors.TransferError("away") if method == "get" else None)
+    work = Work(away, 0)
     assert run_one(work, 0.2) == UNKNOWN
-    assert work.driver is not None
     assert isinstance(work.driver.error, errors.TransferError)
 
 
@@ -389,43 +352,40 @@ def test_whatever_answers_are_lost_all_hear_the_same_and_it_is_true(seed: int) -
 # --- prunes ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("decided", [False, True])
-def test_a_save_that_wakes_up_after_the_grace_period_does_not_commit_what_a_prune_deletes(decided: bool) -> None:
-    """Rank 1 sleeps with all parts written but its own; or both died between the decision and .metadata."""
+_DAY = 86400
+
+
+def test_a_save_that_wakes_up_after_the_grace_period_does_not_commit_what_a_prune_deletes() -> None:
     now = [1e9]
     store = MemoryStore(clock=lambda: now[0])
-    works = [Work(store, rank) for rank in range(2)]
-    put = store.put
 
     def sleep(_: Work) -> None:
-        while not decided and not store.exists(URL.key(Key("part", claim_of(store).nonce, 0).path)):
+        while not store.exists(URL.key(Key("part", claim_of(store).nonce, 0).path)):
             time.sleep(0.01)  # then rank 0 only waits
-        now[0] += 3 * 86400
-        prune("s3://bucket/run", store=store, grace=86400)
+        now[0] += 3 * _DAY
+        prune("s3://bucket/run", store=store, grace=_DAY)
 
-    if decided:
-
-        def lose(key: str, *args: Any, **options: Any) -> None:
-            if key == URL.key(METADATA):
-                raise _DeadError
-            put(key, *args, **options)
-
-        store.put = lose  # type: ignore[method-assign]
-        save(works, rank_timeout=20.0)
-        store.put = put  # type: ignore[method-assign]
-        assert claim_of(store).state == COMMITTING
-        sleep(works[0])
-        assert len(committed(store) or []) == 2
-        return
+    works = works_of(2, store)
     works[1].before = sleep
     told = save(works, rank_timeout=2.0)
     assert set(told.values()) <= {ABORTED, SUPERSEDED}, told
     assert not store.exists(URL.key(METADATA))
 
 
+def test_what_was_decided_when_all_died_is_committed_by_a_prune() -> None:
+    now = [1e9]
+    store = MemoryStore(clock=lambda: now[0])
+    lost = FaultyStore(store, lambda method, key: _DeadError() if (method, key) == ("put", URL.key(METADATA)) else None)
+    assert save(works_of(2, lost), rank_timeout=20.0) == {}
+    assert claim_of(store).state == COMMITTING
+    now[0] += 3 * _DAY
+    prune("s3://bucket/run", store=store, grace=_DAY)
+    assert len(committed(store)) == 2
+
+
 def test_an_open_save_is_not_touched_by_a_prune_in_time() -> None:
     works = works_of(2)
-    works[1].before = lambda work: prune("s3://bucket/run", store=work.store, grace=86400)
+    works[1].before = lambda work: prune("s3://bucket/run", store=work.store, grace=_DAY)
     assert set(save(works, rank_timeout=20.0).values()) == {COMMITTED}
 
 

@@ -11,18 +11,7 @@ import pytest
 
 from dcp_s3.coordination import protocol, values
 from dcp_s3.coordination.identity import Attempt
-from dcp_s3.coordination.protocol import (
-    COMMITTED,
-    DONE,
-    LOST,
-    SUPERSEDED,
-    UNKNOWN,
-    Get,
-    Member,
-    Put,
-    Task,
-    UnreachableError,
-)
+from dcp_s3.coordination.protocol import COMMITTED, DONE, LOST, SUPERSEDED, UNKNOWN, Get, Member, Put
 from dcp_s3.coordination.values import ABORTED, CLAIM, COMMITTING, METADATA, OPEN, Claim, Found, Key
 from tests.coordination import model
 from tests.coordination.explorer import World
@@ -130,10 +119,10 @@ def test_a_save_that_was_left_is_not_joined_again() -> None:
     claim = values.open_claim(me.attempt, "0" * 16, None, 1, "", "")
     steps = protocol.save(me, None, 1)
     assert next(steps) == Get(CLAIM)
-    assert steps.send(Found(claim, "1")) == Task("join", claim)
-    assert steps.throw(UnreachableError("away")) == Get(CLAIM)
+    assert steps.send(Found(claim, "1")) == protocol.Task("join", claim)
+    assert steps.throw(protocol.UnreachableError("away")) == Get(CLAIM)
     with pytest.raises(StopIteration) as ended:
-        steps.throw(UnreachableError("still away"))
+        steps.throw(protocol.UnreachableError("still away"))
     assert ended.value.value == (UNKNOWN, claim.nonce)
     assert me.left == {claim.nonce}
     assert protocol.judge(claim, me, None, 1) == OPEN

@@ -48,17 +48,14 @@ _JOBSET = {"JOBSET_UID": "uid", "JOBSET_RESTART_ATTEMPT": "4"}
         ({**_JOBSET, "JOB_COMPLETION_INDEX": "1", "WORLD_SIZE": "4"}, Launch("jobset-uid", (4,), 1, 4)),
         ({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}, Launch("", (), 1, 2)),
         ({"PMI_RANK": "1", "PMI_SIZE": "2"}, Launch("", (), 1, 2)),
+        # A batch script is one process, and so is a pod that knows only its index.
+        ({"SLURM_JOB_ID": "71", "SLURM_PROCID": "0", "SLURM_NTASKS": "16"}, Launch("slurm-71.batch", (0,), 0, 1)),
+        ({"JOB_COMPLETION_INDEX": "3"}, Launch("", (), 0, 1)),
+        ({"JOBSET_UID": "uid"}, Launch("", (), 0, 1)),  # the same at every attempt
     ],
 )
 def test_what_launchers_say(environment: Mapping[str, str], expected: Launch) -> None:
     assert launch(environment) == expected
-
-
-def test_a_batch_script_is_one_process_and_a_pod_that_knows_only_its_index_too() -> None:
-    batch = {"SLURM_JOB_ID": "71", "SLURM_PROCID": "0", "SLURM_NTASKS": "16"}
-    assert launch(batch) == Launch("slurm-71.batch", (0,), 0, 1)
-    assert launch({"JOB_COMPLETION_INDEX": "3"}).world_size == 1
-    assert launch({"JOBSET_UID": "uid"}).run == "", "the same at every attempt"
 
 
 @pytest.mark.parametrize(("rank", "size"), [("4", "4"), ("-1", "4"), ("one", "4"), ("0", "0"), ("0", "many")])
@@ -72,23 +69,19 @@ def _attempt(environment: Mapping[str, str], **options: Any) -> Attempt:
     return make_attempt(Settings(**options), found, rank=found.rank, world_size=found.world_size)
 
 
-def test_nothing_unique_and_several_ranks_is_an_error_that_names_the_remedy() -> None:
+def test_what_tells_attempts_apart_and_nothing_for_several_ranks_is_an_error_that_names_the_remedy() -> None:
     several = {"RANK": "0", "WORLD_SIZE": "2"}
-    with pytest.raises(SaveProtocolError, match="DCP_S3_RUN_ID"):
-        _attempt(several)
     static = {**several, "TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_RESTART_COUNT": "1"}
-    with pytest.raises(SaveProtocolError, match="DCP_S3_RUN_ID"):
-        _attempt(static)
+    for each in (several, static):
+        with pytest.raises(SaveProtocolError, match="DCP_S3_RUN_ID"):
+            _attempt(each)
     assert _attempt(_TORCHRUN, run_id="mine").run == "mine"
     ids = [_attempt(each, run_id="mine").id for each in (several, {**several, "RANK": "1"}, static)]
     assert ids[0] == ids[1] != ids[2]
     assert len({_attempt(each).id for each in (_SRUN, {**_SRUN, "SLURM_STEP_ID": "3"}, {**_SRUN, **_TORCHRUN})}) == 3
     assert _attempt(static, run_id="mine").restart == (1,), "restarts count with it"
-
-
-def test_a_single_process_needs_no_launcher() -> None:
-    assert _attempt({}).id != _attempt({}).id
-    assert _attempt({}, run_id="mine").id != _attempt({}, run_id="mine").id, "even if the id is used again"
+    for options in ({}, {"run_id": "mine"}):  # a single process needs no launcher, even if the id is used again
+        assert _attempt({}, **options).id != _attempt({}, **options).id
 
 
 @pytest.fixture
@@ -177,32 +170,24 @@ def test_claims_and_intents_survive_their_way_and_damage_is_seen() -> None:
 # --- what the first rank says, whatever earlier ones have left in the store ----------------------
 
 
-@pytest.fixture
-def store() -> dist.TCPStore:
-    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
+def _store(of: dist.TCPStore | None = None) -> dist.TCPStore:
+    port, timeout = 0 if of is None else of.port, timedelta(seconds=60)
+    return dist.TCPStore("127.0.0.1", port, is_master=of is None, wait_for_workers=False, timeout=timeout)
 
 
-def _other(store: dist.TCPStore) -> dist.TCPStore:
-    return dist.TCPStore("127.0.0.1", store.port, is_master=False, timeout=timedelta(seconds=60))
-
-
-def test_each_attempt_hears_its_own_first_rank(store: dist.TCPStore) -> None:
+def test_each_attempt_hears_its_own_first_rank_and_who_died_before_it_heard_is_not_counted() -> None:
     """torchrun's agent keeps one store over all restarts."""
-    clients = [_other(store) for _ in range(3)]
+    store = _store()
+    clients = [_store(store) for _ in range(3)]
+    with pytest.raises(SaveProtocolError, match="rank 0 of the process group has not come to a save"):
+        ask(clients[0], 0.05)
+    store.add(identity._ASKS, 1)  # and one that died before it had said its word
     for attempt in ("first", "second", "third"):
         with ThreadPoolExecutor(3) as threads:
             asked = [threads.submit(ask, client, 60.0) for client in clients[:2]]  # before it is there
             tell(store, attempt, 3)
             asked.append(threads.submit(ask, clients[2], 60.0))
             assert [each.result(60) for each in asked] == [attempt] * 3
-
-
-def test_who_died_before_it_heard_is_not_counted(store: dist.TCPStore) -> None:
-    with pytest.raises(SaveProtocolError, match="rank 0 of the process group has not come to a save"):
-        ask(_other(store), 0.05)
-    store.add(identity._ASKS, 1)  # and one that died before it had said its word
-    tell(store, "second", 1)
-    assert ask(_other(store), 60.0) == "second"
 
 
 # --- real ranks ----------------------------------------------------------------------------------

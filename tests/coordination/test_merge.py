@@ -9,6 +9,7 @@ import pickle
 import random
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -150,7 +151,7 @@ def saves(draw: st.DrawFn) -> list[Part]:
 
 @settings(max_examples=60)
 @given(saves(), st.randoms(use_true_random=False))
-def test_the_columns_say_what_the_items_say_one_by_one(parts: list[Part], random: object) -> None:
+def test_the_columns_say_what_the_items_say_one_by_one(parts: list[Part], random: Any) -> None:
     """Right or wrong."""
     try:
         expected_of(parts, save_id=SAVE_ID, checkpoint_id=URL)
@@ -160,8 +161,10 @@ def test_the_columns_say_what_the_items_say_one_by_one(parts: list[Part], random
         return
     merged = merge(parts)
     assert_same(merged, parts)
-    random.shuffle(shuffled := [*parts])  # type: ignore[attr-defined]
-    assert merge(shuffled) == merged
+    random.shuffle(shuffled := [*parts])
+    merging = merging_of(shuffled)
+    assert merging.facts == [{"by": rank} for rank in range(len(parts))]
+    assert merging.merged(save_id=SAVE_ID, checkpoint_id=URL) == merged
 
 
 def test_offsets_beyond_4_gib_and_large_shapes_survive() -> None:
@@ -208,7 +211,6 @@ def test_of_many_items_fewer_checksums_of_blocks_are_kept_and_these_are_right(mo
         infos = {index.fqn: info for index, info in load_metadata(merged.metadata, url=URL).storage_data.items()}
         for name in ("w", "v"):
             blocks = get_blocks(infos[name], nbytes)
-            assert blocks is not None
             assert (blocks.size, len(blocks.crcs) // 8) == (64 * every, left)
             assert blocks.crc_between(0, nbytes, nbytes) == crc64nvme(data)
             if left:
@@ -229,52 +231,44 @@ def test_parts_of_another_save_and_second_ones_of_a_rank_are_refused() -> None:
 # --- what is wrong --------------------------------------------------------------------------------
 
 W = "model.w"
-WRONG: dict[str, tuple[list[list[WriteItem]], str]] = {
+
+
+def _w(offsets: Sequence[int], sizes: Sequence[int], *, of: int = 4, dtype: torch.dtype = torch.float32) -> WriteItem:
+    return tensor(W, [of], offsets, sizes, TensorProperties(dtype))
+
+
+_REMEDY = "Remedy: see that ranks 0 to 1"
+WRONG: dict[str, tuple[WriteItem, WriteItem, str]] = {
     "another shape": (
-        [[tensor(W, [4], [0], [2])], [tensor(W, [5], [2], [2])]],
-        r"float32 of shape \(4,\) on rank 0, but torch.float32 of shape \(5,\) on rank 1",
+        _w([0], [2]), _w([2], [2], of=5),
+        r"is torch.float32 of shape \(4,\) on rank 0, but torch.float32 of shape \(5,\) on rank 1",
     ),
     "another dtype": (
-        [[tensor(W, [4], [0], [2])], [tensor(W, [4], [2], [2], TensorProperties(torch.int8))]],
-        "torch.float32 of .* on rank 0, but torch.int8 of .* on rank 1",
+        _w([0], [2]), _w([2], [2], dtype=torch.int8), "torch.float32 of .* on rank 0, but torch.int8 of .* on rank 1",
     ),
-    "outside": (
-        [[tensor(W, [4], [0], [2])], [tensor(W, [4], [2], [3])]],
-        r"outside of it: .*\(3,\) at \(2,\) of rank 1",
-    ),
-    "dimensions": ([[tensor(W, [4], [0], [2])], [tensor(W, [4], [2, 0], [2, 1])]], "outside of it: .* of rank 1"),
-    "overlap": (
-        [[tensor(W, [4], [0], [3])], [tensor(W, [4], [2], [2])]],
-        "4 elements, its chunks have 5. Remedy: see that ranks 0 to 1",
-    ),
+    "no tensor": (other(W), plain(W, [4]), r"is no tensor on rank 0, but torch.float32 of shape .* on rank 1"),
+    "outside": (_w([0], [2]), _w([2], [3]), r"outside of it: .*\(3,\) at \(2,\) of rank 1"),
+    "dimensions": (_w([0], [2]), _w([2, 0], [2, 1]), "outside of it: .* of rank 1"),
+    "overlap": (_w([0], [3]), _w([2], [2]), f"4 elements, its chunks have 5. {_REMEDY}"),
     "overlap beside a hole": (
-        [[tensor(W, [5], [0], [3])], [tensor(W, [5], [2], [2])]],
-        r"overlap: .*\(3,\) at \(0,\) and .*\(2,\) at \(2,\)",
+        _w([0], [3], of=5), _w([2], [2], of=5), r"overlap: .*\(3,\) at \(0,\) and .*\(2,\) at \(2,\)",
     ),
-    "hole": (
-        [[tensor(W, [4], [0], [1])], [tensor(W, [4], [2], [2])]],
-        "4 elements, its chunks have 3. Remedy: see that ranks 0 to 1",
-    ),
-}
+    "hole": (_w([0], [1]), _w([2], [2]), f"4 elements, its chunks have 3. {_REMEDY}"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("what", WRONG)
-def test_chunks_that_do_not_fit_are_named_with_their_ranks(what: str) -> None:
-    written, match = WRONG[what]
-    with pytest.raises(ShardingError, match=f"'{W}' .*{match}") as caught:
-        merge([part_of(rank, 2, items) for rank, items in enumerate(written)])
-    assert caught.value.fqn == W
+def test_what_does_not_fit_is_named_with_its_ranks(what: str) -> None:
+    *written, match = WRONG[what]
+    error = SaveProtocolError if what == "no tensor" else ShardingError
+    with pytest.raises(error, match=f"'{W}' .*{match}") as caught:
+        merge([part_of(rank, 2, [item]) for rank, item in enumerate(written)])
+    assert what == "no tensor" or caught.value.fqn == W
 
 
 def test_one_rank_may_save_a_part_of_a_tensor() -> None:
-    parts = [part_of(0, 1, [tensor(W, [4], [0], [1])])]
+    parts = [part_of(0, 1, [_w([0], [1])])]
     assert_same(merge(parts), parts)
-
-
-def test_a_name_is_a_tensor_on_all_ranks_or_on_none() -> None:
-    match = f"'{W}' is no tensor on rank 0, but torch.float32 of shape .* on rank 1"
-    with pytest.raises(SaveProtocolError, match=match):
-        merge([part_of(0, 2, [other(W)]), part_of(1, 2, [plain(W, [4])])])
 
 
 # --- what no rank would write ---------------------------------------------------------------------
@@ -288,11 +282,6 @@ def test_what_all_leave_to_others_is_spread_over_its_holders() -> None:
     assert found == {0: [7], 1: [9], 2: [8, 2**64 - 1]}
     assert assign(leaves[:1], [np.array([3, 7, 8], np.uint64)]) == {}
     assert assign([], []) == {}
-
-
-def test_facts_are_those_of_each_part() -> None:
-    parts = [dataclasses.replace(part_of(rank, 2, []), facts={"by": rank}) for rank in (1, 0)]
-    assert merging_of(parts).facts == [{"by": 0}, {"by": 1}]
 
 
 # --- what it must say: DCP's objects, pickled by Python, checked one by one -----------------------------

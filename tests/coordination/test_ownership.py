@@ -19,11 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    MetadataIndex,
-    TensorProperties,
-)
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -42,17 +38,7 @@ Key = tuple[str, tuple[int, ...] | None]
 KIB = 2**10
 
 
-def _own_items(items: Any, lookup: Any, *, rank: int, **options: Any) -> list[WriteItem]:
-    return [each.item for each in find_owners(items, lookup, rank=rank, **options) if each.owner == rank]
-
-
 # --- simulated ranks -------------------------------------------------------------------------------------
-
-
-def holders_of(
-    item: Any, value: Any, *, world_size: int, rank: int, replicas: Any = None, meshes: Any = ()
-) -> tuple[int, ...]:
-    return Holders(world_size, rank, replicas, meshes).find(item, value)
 
 
 @contextlib.contextmanager
@@ -93,21 +79,26 @@ class _Block(nn.Module):
 
 
 class _Model(nn.Module):
-    def __init__(self, width: int, layers: int = 3) -> None:
+    def __init__(self, width: int = 241) -> None:
         super().__init__()
         self.embed = nn.Embedding(1001, width)
-        self.layers = nn.ModuleList(_Block(width) for _ in range(layers))
+        self.layers = nn.ModuleList(_Block(width) for _ in range(3))
         self.norm = nn.LayerNorm(width)
-        self.three = nn.Parameter(torch.zeros(3, width))
-        self.few = nn.Parameter(torch.zeros(3))
+        self.three, self.few = nn.Parameter(torch.zeros(3, width)), nn.Parameter(torch.zeros(3))
         self.register_buffer("seen", torch.tensor(0))
         self.register_buffer("table", torch.zeros(5, 4 * KIB))
+
+
+def _mesh(world_size: int, *names: str) -> DeviceMesh:
+    """The last dimension has what the others leave, which are 2."""
+    twos = (2,) * (len(names) - 1)
+    return init_device_mesh("cpu", (*twos, world_size // 2 ** len(twos)), mesh_dim_names=names)
 
 
 def _model(mesh: DeviceMesh | None, tensor: DeviceMesh | None = None, whole: bool = True) -> _Model:
     """Over FSDP's mesh, and over that of tensor parallelism. ``whole``: no layer is left out of the latter."""
     with torch.device("meta"):
-        model = _Model(241)
+        model = _Model()
     if tensor is not None:
         plan: dict[str, Any] = {"layers.*.up": ColwiseParallel(), "layers.*.down": RowwiseParallel()}
         norms = {"layers.*.norm": SequenceParallel(), "norm": SequenceParallel()}
@@ -132,29 +123,21 @@ def _training(model: nn.Module) -> State:
     return {"model": weights, "optimizer": {**moments, **steps, "param_groups": groups}, "step": 7}
 
 
-def _two(world_size: int, names: tuple[str, ...]) -> DeviceMesh:
-    return init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=names)
-
-
 def _parallel(*names: str, whole: bool = True) -> Callable[[int, int], State]:
     """A training over a mesh of these dimensions: FSDP's, HSDP's, and that of tensor parallelism."""
 
     def make(rank: int, world_size: int) -> State:
-        if len(names) < 2:
-            return _training(_model(init_device_mesh("cpu", (world_size,)) if names else None))
-        if len(names) == 3:
-            mesh = init_device_mesh("cpu", (2, 2, world_size // 4), mesh_dim_names=names)
-            return _training(_model(mesh[names[:2]], mesh["tp"]))
-        mesh = _two(world_size, names)
-        over = (mesh["fsdp"], mesh["tp"]) if "tp" in names else (mesh,)
-        return _training(_model(*over, whole=whole))
+        if not names:
+            return _training(_model(None))
+        mesh, twos = _mesh(world_size, *names), names[:-1]
+        return _training(_model(mesh[twos], mesh["tp"], whole) if twos else _model(mesh))
 
     return make
 
 
 def _pipeline(rank: int, world_size: int) -> State:
     """Two stages, each with FSDP of its own. Nothing is plain but what both have."""
-    stage = _two(world_size, ("pp", "fsdp"))["fsdp"]
+    stage = _mesh(world_size, "pp", "fsdp")["fsdp"]
     number = rank // (world_size // 2)
     weights = {name: each for name, each in _model(stage).state_dict().items() if isinstance(each, DTensor)}
     return {f"stage{number}": weights, "step": 7, "table": _meta(64 * KIB)}
@@ -168,7 +151,7 @@ def _by_hand(rank: int, world_size: int) -> State:
 
 def _edges(rank: int, world_size: int) -> State:
     """What is empty on some ranks, on all, in one dimension or in two."""
-    line, both = init_device_mesh("cpu", (world_size,)), _two(world_size, ("a", "b"))
+    line, both = _mesh(world_size, "a"), _mesh(world_size, "b", "c")
     return {
         "one_row": _place(line, [Shard(0)], 1, 4),
         "no_rows": _place(line, [Shard(0)], 0, 3),
@@ -226,7 +209,8 @@ def test_the_ranks_write_what_dcp_would_have_them_write(make: Callable[[int, int
             state = make(rank, world_size)
             planner, plan = _plan(state)
             plans.append(plan)
-            ours.append(_own_items(plan.items, lookup_in(planner), world_size=world_size, rank=rank))
+            found = find_owners(plan.items, lookup_in(planner), world_size=world_size, rank=rank)
+            ours.append([each.item for each in found if each.owner == rank])
     dcps = DefaultSavePlanner().create_global_plan(plans)[0]
     theirs = [[item for item in plan.items if not _is_nothing(item)] for plan in dcps]
     written = Counter(_key(item) for items in ours for item in items if _nbytes(item) or item.tensor_data is None)
@@ -242,22 +226,18 @@ def test_the_ranks_write_what_dcp_would_have_them_write(make: Callable[[int, int
 
 
 def test_a_slice_of_a_mesh_of_the_state_is_held_on_the_other_slices() -> None:
-    def make(rank: int, _: int) -> State:
-        mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("pp", "fsdp", "tp"))
-        return {
-            "weight": _place(mesh["fsdp", "tp"], [Shard(0), Shard(1)], 8, 2),
-            "rows": _place(mesh["fsdp"], [Shard(0)], 8, 2),
-            "copy": _place(mesh["tp"], [Replicate()], 8, 2),
-        }
-
     found: dict[str, list[tuple[int, ...]]] = {"rows": [], "copy": []}
     for rank in range(8):
         with _as_rank(rank, 8):
-            planner, plan = _plan(make(rank, 8))
-            meshes = [value.device_mesh for value in planner.state_dict.values()]
-            for item in plan.items[1:]:
-                value = planner.state_dict[item.index.fqn]
-                found[item.index.fqn].append(holders_of(item, value, world_size=8, rank=rank, meshes=meshes))
+            mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("pp", "fsdp", "tp"))
+            state = {
+                "weight": _place(mesh["fsdp", "tp"], [Shard(0), Shard(1)], 8, 2),
+                "rows": _place(mesh["fsdp"], [Shard(0)], 8, 2),
+                "copy": _place(mesh["tp"], [Replicate()], 8, 2),
+            }
+            holders = Holders(8, rank, None, [value.device_mesh for value in state.values()])
+            for item in _plan(state)[1].items[1:]:
+                found[item.index.fqn].append(holders.find(item, state[item.index.fqn]))
     assert found["rows"] == [(0, 1), (0, 1), (2, 3), (2, 3), (4, 5), (4, 5), (6, 7), (6, 7)]
     assert found["copy"] == [(0, 1, 2, 3)] * 4 + [(4, 5, 6, 7)] * 4, "the stages of the pipeline have their own"
 
@@ -277,12 +257,11 @@ def test_chunks_that_no_mesh_tells_are_held_by_one_rank() -> None:
         wrapped = DTensor.from_local(local, mesh, [Replicate()], run_check=False)
         by_hand = shard(torch.zeros(8), global_shape=(32,), offsets=(8,))
         for value in (wrapped, by_hand, torch.zeros(8), None):
-            for unasked in (None, [0, 1]):
-                assert holders_of(item, value, world_size=4, rank=1, replicas=unasked) == (1,), type(value)
-            assert holders_of(item, value, world_size=4, rank=1, replicas={"w": [3, 1]}.__getitem__) == (1, 3)
-            assert holders_of(item, value, world_size=4, rank=1, replicas=lambda _: []) == (1,)
+            for unasked in (None, [0, 1], lambda _: []):
+                assert Holders(4, 1, unasked, ()).find(item, value) == (1,), type(value)
+            assert Holders(4, 1, {"w": [3, 1]}.__getitem__, ()).find(item, value) == (1, 3)
         known = _place(mesh, [Shard(0)], 8)
-        assert holders_of(item, known, world_size=4, rank=1, replicas=lambda _: [1, 3]) == (1,), "a DTensor knows"
+        assert Holders(4, 1, lambda _: [1, 3], ()).find(item, known) == (1,), "a DTensor knows"
 
 
 @pytest.mark.parametrize(
@@ -299,7 +278,7 @@ def test_chunks_that_no_mesh_tells_are_held_by_one_rank() -> None:
 )
 def test_replicas_says_who_holds_plain_values(replicas: Any, expected: tuple[int, ...]) -> None:
     for item in (_tensor_item("plain", 8), WriteItem(MetadataIndex("plain"), WriteItemType.BYTE_IO)):
-        assert holders_of(item, None, world_size=4, rank=1, replicas=replicas) == expected
+        assert Holders(4, 1, replicas, ()).find(item, None) == expected
 
 
 @pytest.mark.parametrize(
@@ -314,7 +293,7 @@ def test_replicas_says_who_holds_plain_values(replicas: Any, expected: tuple[int
 )
 def test_replicas_that_cannot_be_right_are_an_error(replicas: Any, message: str) -> None:
     with pytest.raises(errors.SaveProtocolError, match=message):
-        _own_items([_tensor_item("plain", 8)], {}.__getitem__, world_size=4, rank=1, replicas=replicas)
+        find_owners([_tensor_item("plain", 8)], {}.__getitem__, world_size=4, rank=1, replicas=replicas)
 
 
 # --- owners ----------------------------------------------------------------------------------------------

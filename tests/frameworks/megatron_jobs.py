@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
+import numpy
 import pytest
 import torch
 import torch.distributed as dist
@@ -51,7 +51,6 @@ SHAPES: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
     "optimizer.exp_avg.decoder.mlp.weight": ((16, 24), torch.float32),
 }
 REPLICATED = {"norm.weight"}
-LAYOUTS = ("rows", "columns", "grid")
 
 
 def whole(name: str, step: int) -> torch.Tensor:
@@ -110,11 +109,7 @@ def check(loaded: dict[str, Any], step: int, layout: str = "rows") -> None:
 
 def _place(cut: tuple[int, ...], rank: int) -> tuple[int, ...]:
     """Which piece of each axis a rank has."""
-    place = []
-    for count in reversed(cut):
-        rank, at = divmod(rank, count)
-        place.append(at)
-    return tuple(reversed(place))
+    return tuple(map(int, numpy.unravel_index(rank % math.prod(cut), cut)))
 
 
 def _piece(tensor: torch.Tensor, cut: tuple[int, ...], rank: int) -> torch.Tensor:
@@ -146,33 +141,27 @@ def async_loop(*args: Any) -> None:
 # --- ranks ----------------------------------------------------------------------------------------------
 
 
-@contextmanager
-def trainer(mode: str = "sync", **options: Any) -> Iterator[Trainer]:
-    """One rank of Megatron, with the adapter."""
-    pretend()
-    megatron.install()
-    rank = Trainer(mode, options)
-    try:
-        yield rank
-    finally:
-        rank.queue.close()
-
-
 class Trainer:
-    """One rank that saves and loads as Megatron's training loop does."""
+    """One rank of Megatron, with the adapter, that saves and loads as Megatron's training loop does."""
 
-    def __init__(self, mode: str, options: dict[str, Any]) -> None:
+    def __init__(self, mode: str = "sync", **options: Any) -> None:
+        pretend()
+        megatron.install()
         self.mode = mode
         self.queue = AsyncCallsQueue(persistent=mode == "persistent")
         self.strategy: Any = TorchDistSaveShardedStrategy("torch_dist", 1, **options)
+
+    def __enter__(self) -> Trainer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.queue.close()
 
     def save(self, url: str, step: int, layout: str = "rows", **options: Any) -> None:
         self.save_state(url, sharded(step, layout), **options)
 
     def save_state(self, url: str, state: dict[str, Any], *, wait: bool = True, **options: Any) -> None:
-        request = dist_checkpointing.save(
-            state, url, self.strategy, async_sharded_save=self.mode != "sync", **options
-        )  # fmt: skip
+        request = dist_checkpointing.save(state, url, self.strategy, async_sharded_save=self.mode != "sync", **options)
         if request is not None:
             self.queue.schedule_async_request(request)
         if wait:
@@ -185,7 +174,7 @@ class Trainer:
 
 def save(url: str, step: int, layout: str, mode: str = "sync", **options: Any) -> list[str]:
     """Save, and go on changing the state; returns the files that this left in the working directory."""
-    with trainer(mode, **options) as rank:
+    with Trainer(mode, **options) as rank:
         state = sharded(step, layout)
         tensors = [state[name].data for name in SHAPES]
         rank.save_state(url, state, wait=False)
@@ -197,13 +186,13 @@ def save(url: str, step: int, layout: str, mode: str = "sync", **options: Any) -
 
 
 def load(url: str, step: int, layout: str) -> None:
-    with trainer() as rank:
+    with Trainer() as rank:
         rank.load(url, step, layout)
 
 
 def save_twice_at_once(root: str) -> None:
     """Two saves under way: Megatron lets the later one end first."""
-    with trainer("forked") as rank:
+    with Trainer("forked") as rank:
         for step in (1, 2):
             rank.save(f"{root}/iter_{step}", step, wait=False)
         rank.queue.maybe_finalize_async_calls(blocking=True)
@@ -214,7 +203,7 @@ def save_twice_at_once(root: str) -> None:
 def save_with_cached_structure(root: str, mode: str) -> list[bool]:
     """Several saves of one structure; returns whether each found the plans of the one before it reusable."""
     validated = []
-    with trainer(mode, cached_metadata=True) as rank:
+    with Trainer(mode, cached_metadata=True) as rank:
         for step in range(1, 5):
             rank.save(f"{root}/iter_{step}", step, "columns")
             validated.append(bool(rank.strategy.validated_cache_reuse))
@@ -225,8 +214,7 @@ def save_with_cached_structure(root: str, mode: str) -> list[bool]:
 
 def save_and_load_fully_parallel(url: str, mode: str) -> int:
     """Every tensor is replicated on all ranks; returns how many of them this rank wrote."""
-    with trainer(mode) as rank:
-        written = []
+    with Trainer(mode) as rank:
         rank.strategy = FullyParallelSaveStrategyWrapper(rank.strategy, do_cache_distribution=True)
         for step in (1, 2):
             state = _replicated(step)
@@ -252,7 +240,7 @@ def _replicated(step: int) -> dict[str, Any]:
 
 def fail_to_save(url: str, mode: str) -> dict[int, str]:
     """A save that fails; returns what each rank is said to have failed with."""
-    with trainer(mode) as rank:
+    with Trainer(mode) as rank:
         try:
             rank.save(url, 1)
         except CheckpointException as error:
@@ -267,9 +255,14 @@ def lose_the_process(url: str) -> dict[int, str]:
     return fail_to_save(url, "forked")
 
 
+def save_with_options(url: str) -> None:
+    with Trainer(separation_hint="optim", thread_count=4) as rank:
+        rank.save(url, 5, content_metadata={"layout": "new"})
+
+
 def look(url: str) -> None:
-    """All other entry points of dist_checkpointing, with what step 5 saved."""
-    with trainer():
+    """All other entry points of dist_checkpointing, with what `save_with_options` saved."""
+    with Trainer():
         known = dist_checkpointing.load_tensors_metadata(url)
         assert {name: (tuple(t.global_shape), t.dtype) for name, t in known.items()} == SHAPES
         everything = load_sharded_metadata(url)
@@ -286,12 +279,6 @@ def look(url: str) -> None:
         for missing in (f"{url}-missing", f"{url}/.dcp_s3"):
             with pytest.raises(CheckpointingException, match=missing):
                 dist_checkpointing.load({}, missing)
-
-
-def save_with_options(url: str, step: int, options: dict[str, Any]) -> None:
-    content = options.pop("content_metadata")
-    with trainer(**options) as rank:
-        rank.save(url, step, content_metadata=content)
 
 
 def save_stock(directory: str, step: int, layout: str) -> None:
@@ -312,7 +299,7 @@ def save_beside(url: str, directories: list[str], multistorageclient: bool) -> N
     """With the adapter: to S3, and to paths that are not its business."""
     if not multistorageclient:
         MultiStorageClientFeature.disable()
-    with trainer() as rank:
+    with Trainer() as rank:
         for path in (url, *directories):
             rank.save(path, 7)
             rank.load(path, 7, "columns")
@@ -321,14 +308,12 @@ def save_beside(url: str, directories: list[str], multistorageclient: bool) -> N
 def train(root: str, until: int, mode: str = "sync") -> None:
     """Train from the newest checkpoint on, with a checkpoint every two steps; at the end all values must be right."""
     layout = "grid" if dist.get_world_size() > 2 else "rows"
-    with trainer(mode) as rank:
+    with Trainer(mode) as rank:
         newest = latest(root)
-        if newest is None:
-            state, step = sharded(0, layout), 0
-        else:
-            state = sharded(0, layout, blank=True)
-            loaded = dist_checkpointing.load(state, newest.url)
-            state, step = sharded(0, layout), loaded["iteration"]
+        state, step = sharded(0, layout), 0
+        if newest is not None:
+            loaded = dist_checkpointing.load(sharded(0, layout, blank=True), newest.url)
+            step = loaded["iteration"]
             for name in SHAPES:
                 state[name].data.copy_(loaded[name])
         while step < until:
@@ -337,8 +322,7 @@ def train(root: str, until: int, mode: str = "sync") -> None:
                 train_step(state[name].data, step)
             if step % 2 == 0:
                 rank.queue.maybe_finalize_async_calls(blocking=True)
-                saved = {**state, "iteration": step}
-                rank.save_state(f"{root}/iter_{step:07d}", saved, wait=mode == "sync")
+                rank.save_state(f"{root}/iter_{step:07d}", {**state, "iteration": step}, wait=mode == "sync")
         rank.queue.maybe_finalize_async_calls(blocking=True)
         for name, shard in sharded(0, layout).items():
             if name in SHAPES:

@@ -28,8 +28,9 @@ from dcp_s3 import S3StorageWriter, copy, latest, list_checkpoints, verify
 from dcp_s3.errors import SaveFailedError
 from dcp_s3.integrations.lightning import CheckpointFiles, S3ModelParallelStrategy, find_url
 from examples import lightning as example
+from tests.end_to_end.states import assert_same
 from tests.faulty import BUCKET, FaultyServer
-from tests.frameworks.ranks import kill_in_save, run_example, run_ranks
+from tests.frameworks.ranks import files_in, kill_in_save, run_example, run_ranks
 from tests.killing import AtRequest
 from tests.memory_s3 import Fault
 from tests.preload import MODULES
@@ -64,8 +65,7 @@ class Model(LightningModule):
             fully_shard(self.layers, mesh=self.device_mesh["data_parallel"])
 
     def forward(self, batch: Tensor) -> Tensor:
-        found: Tensor = self.layers(batch)
-        return found
+        return self.layers(batch)
 
     def training_step(self, batch: Tensor, number: int) -> Tensor:
         loss = self(batch).square().mean()
@@ -82,15 +82,11 @@ class Model(LightningModule):
 class Fitted:
     """What came of a run, on one rank."""
 
-    state: dict[str, Tensor]
-    """Parameters and the optimizer's state, whole."""
-    losses: list[float]
-    """Of its steps."""
-    best: str
+    state: dict[str, Tensor]  # parameters and the optimizer's state, whole
+    losses: list[float]  # of its steps
+    best: str  # as the ModelCheckpoint says
     last: str
-    """As the ModelCheckpoint says."""
-    files: frozenset[str]
-    """All that lies in the working directory."""
+    files: frozenset[str]  # all that lies in the working directory
 
 
 @dataclass(frozen=True)
@@ -139,52 +135,44 @@ def whole_state(model: Model) -> dict[str, Tensor]:
 def fit_all(directory: Path, runs: list[Run]) -> list[Fitted]:
     """Fit one after the other, on each rank, in a working directory of the test's."""
     os.chdir(directory)
-    return [fit(run) for run in runs]
-
-
-def fit(run: Run) -> Fitted:
-    """Fit, and say what came of it."""
-    trainer, model = make_trainer(run), Model()
-    trainer.fit(model, loader(), ckpt_path=run.ckpt_path)
-    callback = trainer.checkpoint_callback
-    assert isinstance(callback, ModelCheckpoint)
-    files = frozenset(str(path) for path in Path.cwd().rglob("*"))
-    return Fitted(whole_state(model), model.losses, callback.best_model_path, callback.last_model_path, files)
-
-
-def fit_and_fail(directory: Path, runs: list[Run]) -> list[tuple[str, int]]:
-    """The error of each run, and after how many steps it was raised."""
-    os.chdir(directory)
     found = []
     for run in runs:
-        trainer = make_trainer(run)
-        try:
-            trainer.fit(Model(), loader())
-        except SaveFailedError as error:
-            found.append((str(error), trainer.global_step))
+        trainer, model = make_trainer(run), Model()
+        trainer.fit(model, loader(), ckpt_path=run.ckpt_path)
+        callback: Any = trainer.checkpoint_callback
+        files = frozenset(files_in(directory))
+        best, last = callback.best_model_path, callback.last_model_path
+        found.append(Fitted(whole_state(model), model.losses, best, last, files))
     return found
 
 
-def work_after_fit(directory: Path, run: Run) -> dict[str, Any]:
+def fit_and_fail(directory: Path) -> None:
+    """Each run hears of its failure, of one epoch, after another one."""
+    os.chdir(directory)
+    for root, failed, raised in (("a", 1, 2), ("b", 3, 3)):
+        trainer = make_trainer(Run(f"{ROOT}/{root}", 3, checkpoint={"save_top_k": 1}))
+        with pytest.raises(SaveFailedError, match=rf"(?s)the save of step {STEPS_PER_EPOCH * failed} .*AccessDenied"):
+            trainer.fit(Model(), loader())
+        assert trainer.global_step == STEPS_PER_EPOCH * raised
+
+
+def work_after_fit(directory: Path, run: Run) -> None:
     """What a trainer can do with checkpoints when it has fitted."""
     os.chdir(directory)
     trainer, model = make_trainer(run), Model()
     trainer.fit(model, loader())
     url, path = f"{run.dirpath}/after.ckpt", directory / "local.ckpt"
-    found: dict[str, Any] = {}
     trainer.save_checkpoint(url)
-    found["saved"] = CheckpointFiles().exists(url)
+    assert CheckpointFiles().exists(url)
     before = trainer.predict(model, loader())
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()
-    after = trainer.predict(model, loader(), ckpt_path=url)
-    found["same"] = all(map(torch.equal, before, after))
+    assert all(map(torch.equal, before, trainer.predict(model, loader(), ckpt_path=url)))
     trainer.strategy.remove_checkpoint(url)
-    found["removed"] = not CheckpointFiles().exists(url)
+    assert not CheckpointFiles().exists(url)
     trainer.save_checkpoint(path)
-    found["local"] = sorted(each.name for each in path.iterdir())
-    return found
+    assert (path / "meta.pt").is_file()
 
 
 # --- tests ----------------------------------------------------------------------------------------------
@@ -202,10 +190,8 @@ def name(epoch: int) -> str:
 def assert_goes_on(whole: Fitted, later: Fitted) -> None:
     """A run that was interrupted has ended like one that was not."""
     assert later.losses == whole.losses[-len(later.losses) :]
-    assert later.state.keys() == whole.state.keys()
     assert len(later.state) == 16  # 4 parameters, each with step and two moments
-    for key, value in whole.state.items():
-        torch.testing.assert_close(later.state[key], value, rtol=0, atol=0, msg=key)
+    assert_same(later.state, whole.state)
 
 
 def test_a_run_goes_on_from_its_last_checkpoint_bit_by_bit(faulty: FaultyServer, tmp_path: Path) -> None:
@@ -231,9 +217,7 @@ def test_a_run_that_is_killed_in_a_save_goes_on_on_another_number_of_ranks(
     assert all(verify(f"{ROOT}/{each}").ok for each in committed(ROOT))
 
     whole = run_ranks(1, fit_all, tmp_path, [Run(f"{ROOT}/whole", 9, ranks=1)])[0][0]
-    last = latest(ROOT)
-    assert last is not None
-    later = Run(ROOT, 9, last.url, ranks=ranks)
+    later = Run(ROOT, 9, latest(ROOT).url, ranks=ranks)
     for [found] in run_ranks(ranks, fit_all, tmp_path, [later]):
         assert len(found.losses) == (9 - epochs) * STEPS_PER_EPOCH
         assert_goes_on(whole, found)
@@ -250,26 +234,16 @@ def test_a_failed_save_is_raised_on_all_ranks_at_the_next_save_or_at_the_end_of_
         return Fault.error(403, "AccessDenied") if fails else None
 
     faulty.rule = refuse
-    runs = [Run(f"{ROOT}/{root}", 3, checkpoint={"save_top_k": 1}) for root in "ab"]
-    for (first, after_first), (last, after_last) in run_ranks(2, fit_and_fail, tmp_path, runs):
-        assert "AccessDenied" in first
-        assert f"the save of step {STEPS_PER_EPOCH} " in first
-        assert after_first == 2 * STEPS_PER_EPOCH
-        assert f"the save of step {3 * STEPS_PER_EPOCH} " in last
-        assert after_last == 3 * STEPS_PER_EPOCH
+    run_ranks(2, fit_and_fail, tmp_path)
     assert committed(f"{ROOT}/a") == set()
     assert committed(f"{ROOT}/b") == {name(2)}  # that it was to replace
 
 
 def test_a_trainer_saves_loads_and_removes_after_fit(faulty: FaultyServer, tmp_path: Path) -> None:
-    [found] = run_ranks(1, work_after_fit, tmp_path, Run(ROOT, 1, ranks=1))
-    assert found["saved"]
-    assert found["same"]
-    assert found["removed"]
-    assert "meta.pt" in found["local"]
+    run_ranks(1, work_after_fit, tmp_path, Run(ROOT, 1, ranks=1))
 
 
-def test_lightnings_own_strategy_goes_on_from_a_download_and_ours_from_an_copy(
+def test_lightnings_own_strategy_goes_on_from_a_download_and_ours_from_a_copy(
     faulty: FaultyServer, tmp_path: Path
 ) -> None:
     download, own = tmp_path / "copy", tmp_path / "own"
@@ -290,10 +264,12 @@ def test_the_checkpoint_that_a_run_began_from_stays(faulty: FaultyServer, tmp_pa
     assert committed(f"{ROOT}/other") == {name(2), "last.ckpt"}
 
 
-def test_paths_that_mean_s3() -> None:
+def test_paths_that_mean_s3_and_checkpoints_that_are_not_sharded() -> None:
     paths = ["s3://bucket/run/last.ckpt", Path("s3://bucket/run"), "s3::bucket/run/last.ckpt", "/data/run", None]
     last = "s3://bucket/run/last.ckpt"
     assert [find_url(path) for path in paths] == [last, "s3://bucket/run", last, None, None]
+    with pytest.raises(ValueError, match="save_distributed_checkpoint=False"):
+        S3ModelParallelStrategy(save_distributed_checkpoint=False)
 
 
 def test_what_lightning_sees(faulty: FaultyServer) -> None:
@@ -317,19 +293,9 @@ def test_what_lightning_sees(faulty: FaultyServer) -> None:
     for missing in (a, f"{ROOT}/other"):
         with pytest.raises(FileNotFoundError):
             files.modified(missing)
-
-
-def test_lightning_sees_what_will_be_there(faulty: FaultyServer) -> None:
-    """Otherwise it would take another name for the next one."""
-    save({"w": torch.ones(1)}, storage_writer=S3StorageWriter(f"{ROOT}/b"))
-    saves: Any = SimpleNamespace(will_hold=lambda url: {"a": True, "b": False}.get(url[-1]))
-    files = CheckpointFiles(saves)
-    assert [files.exists(f"{ROOT}/{each}") for each in "abc"] == [True, False, False]
-
-
-def test_checkpoints_that_are_not_sharded_are_refused() -> None:
-    with pytest.raises(ValueError, match="save_distributed_checkpoint=False"):
-        S3ModelParallelStrategy(save_distributed_checkpoint=False)
+    # What will be there: otherwise it would take another name for the next one.
+    saves: Any = SimpleNamespace(will_hold=lambda url: {a: True, b: False}.get(url))
+    assert [CheckpointFiles(saves).exists(url) for url in (a, b, last, f"{ROOT}/other")] == [True, False, True, False]
 
 
 def test_the_example_goes_on_when_it_is_started_again(faulty: FaultyServer, tmp_path: Path) -> None:

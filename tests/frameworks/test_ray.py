@@ -119,7 +119,6 @@ def test_ray_restarts_a_worker_that_is_killed_in_a_save_and_the_run_goes_on(
     # Ray has a pointer to a checkpoint that is there, the newest one.
     [result] = [json.loads(line) for line in log.read_text().splitlines() if line.startswith('{"url"')]
     newest = latest(ROOT)
-    assert newest is not None
     assert (newest.url, newest.step) == (result["url"], result["step"])
     assert isinstance(read_tensor(newest.url, "train.model.norm.weight"), torch.Tensor)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch_checkpointing.checkpoint_manager import CheckpointManager
 from torch_checkpointing.checkpoint_writer import CheckpointWriterConfig
 from torch_checkpointing.config import AsyncCheckpointSaverConfig, SyncCheckpointSaverConfig
@@ -25,6 +24,7 @@ from torch_checkpointing.storage.filesystem import LocalFileSystemStorageConfig
 from dcp_s3 import errors, latest, list_checkpoints, pin, prune, remove, unpin, verify
 from dcp_s3.integrations.torch_checkpointing import S3StorageConfig, commit
 from dcp_s3.retention.policy import KeepLatest
+from tests.end_to_end.states import assert_same
 from tests.faulty import BUCKET, FaultyServer, close_clients
 from tests.frameworks.ranks import run_ranks
 from tests.killing import Shooting, Shot, access_key, begin, new_process, running, wait_until_quiet
@@ -52,15 +52,8 @@ def state(step: int) -> dict[str, Any]:
 
 
 def load(name: str, made: CheckpointManager | None = None) -> dict[str, Any]:
-    made = made or manager()
     empty = {key: torch.zeros_like(value) for key, value in state(0)["model"].items()}
-    return dict(made.load(name, into={"model": empty, "step": None}))
-
-
-def assert_equal(found: dict[str, Any], step: int) -> None:
-    expected = state(step)
-    assert found["step"] == step
-    assert all(torch.equal(found["model"][key], value) for key, value in expected["model"].items())
+    return dict((made or manager()).load(name, into={"model": empty, "step": None}))
 
 
 def test_saved_checkpoints_load_and_are_listed_verified_and_pruned(faulty: FaultyServer) -> None:
@@ -69,16 +62,15 @@ def test_saved_checkpoints_load_and_are_listed_verified_and_pruned(faulty: Fault
         made.save(f"step-{step}", state(step))
     made.close()
     for step in (1, 2, 3):
-        assert_equal(load(f"step-{step}"), step)
+        assert_same(load(f"step-{step}"), state(step))
     assert [(each.name, each.step, each.committed) for each in list_checkpoints(ROOT)] == [
         (f"step-{step}", step, True) for step in (1, 2, 3)
     ]
     assert latest(ROOT).name == "step-3"
-    report = verify(f"{ROOT}/step-2", full=True)
-    assert report.ok
+    assert verify(f"{ROOT}/step-2", full=True).ok
     pin(f"{ROOT}/step-1")
     assert [each.name for each in prune(ROOT, KeepLatest(1)).deleted] == ["step-2"]
-    assert_equal(load("step-1"), 1)
+    assert_same(load("step-1"), state(1))
     with pytest.raises(FileNotFoundError):
         load("step-2")
     left = [each["Key"] for each in client().list_objects_v2(Bucket=BUCKET)["Contents"]]
@@ -93,7 +85,7 @@ def test_the_files_are_those_that_local_storage_writes(faulty: FaultyServer, tmp
         path.parent.mkdir(parents=True, exist_ok=True)
         s3.download_file(BUCKET, each["Key"], str(path))
     local = manager(storage_config=LocalFileSystemStorageConfig(use_direct_io=False), finalize_callback=None)
-    assert_equal(load(str(tmp_path / "step-1"), local), 1)
+    assert_same(load(str(tmp_path / "step-1"), local), state(1))
 
 
 def test_without_a_commit_there_is_no_checkpoint(faulty: FaultyServer) -> None:
@@ -109,7 +101,7 @@ def test_a_committed_checkpoint_is_neither_overwritten_nor_damaged_unseen(faulty
     manager().save("step-1", state(1))
     with pytest.raises(FileExistsError, match="committed"):
         manager().save("step-1", state(2))
-    assert_equal(load("step-1"), 1)
+    assert_same(load("step-1"), state(1))
     s3 = client()
     data = s3.get_object(Bucket=BUCKET, Key="run/step-1/model_0.pt")["Body"].read()
     s3.put_object(Bucket=BUCKET, Key="run/step-1/model_0.pt", Body=data[:-3] + b"???")
@@ -156,7 +148,6 @@ def _save_on_ranks(dim: int) -> None:
     value = {"weight": distribute_tensor(_weights(), mesh, [Shard(dim)])}
     made = manager(asynchronous=True, items={"model": ItemSpec(resharder=DefaultResharder())})
     future = made.save("step-5", {"model": value, "step": 5})
-    assert isinstance(future, Future)
     future.result(timeout=240)
     made.close()
 
@@ -165,9 +156,7 @@ def _load_on_ranks(dim: int) -> torch.Tensor:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     value = {"weight": distribute_tensor(torch.zeros(12, 18), mesh, [Shard(dim)])}
     made = manager(items={"model": ItemSpec(resharder=DefaultResharder())})
-    found = made.load("step-5", into={"model": value})["model"]["weight"]
-    assert isinstance(found, DTensor)
-    return found.full_tensor()
+    return made.load("step-5", into={"model": value})["model"]["weight"].full_tensor()
 
 
 def test_an_asynchronous_save_of_two_ranks_loads_on_three_in_another_dimension(faulty: FaultyServer) -> None:
@@ -201,9 +190,9 @@ def test_killed_at_any_request_the_old_one_loads_and_the_new_one_is_whole_or_not
             with shooting.on(faulty):
                 processes[0].join()
                 wait_until_quiet(faulty)
-        assert_equal(load("step-1"), 1)
+        assert_same(load("step-1"), state(1))
         if S3StorageConfig(ROOT).create_storage().exists(Path("step-2")):
-            assert_equal(load("step-2"), 2)
+            assert_same(load("step-2"), state(2))
             outcomes.append("committed" if shooting.hit else "not hit")
             remove(f"{ROOT}/step-2", force=True)
         else:

@@ -23,6 +23,7 @@ from torchtitan.components.checkpointer import CheckpointManager
 from dcp_s3 import copy, errors, latest, list_checkpoints, read_tensors, verify
 from dcp_s3.integrations.torchtitan import S3CheckpointManager
 from examples.torchtitan import Trainer
+from tests.end_to_end.states import assert_same
 from tests.faulty import BUCKET, FaultyServer
 from tests.frameworks.ranks import AtWrite, files_in, kill_in_save, run_ranks
 from tests.memory_s3 import Fault
@@ -47,8 +48,7 @@ class Run:
 
     loaded_step: int
     digest: str
-    local_files: tuple[str, ...]
-    """What lies in the directory in which it ran."""
+    local_files: tuple[str, ...]  # what lies in the directory in which it ran
 
 
 def train(directory: Path, steps: int, kind: type[Trainer] = Trainer, **options: Any) -> Run:
@@ -137,16 +137,15 @@ def save_and_restart(directory: Path, mode: str) -> list[Run]:
     return [first, again]
 
 
-def keep_what_is_kept(directory: Path) -> list[list[int | None]]:
-    found = []
-    for number, options in enumerate([{"keep_latest_k": 2}, {"keep_latest_k": 0}, {"retention": "latest:1"}]):
-        train(directory, 3 * (number + 1), interval=1, **options)
-        found.append(steps_on_s3())
-    return found
+def keep_what_is_kept(directory: Path) -> None:
+    kept = [({"keep_latest_k": 2}, [2, 3]), ({"keep_latest_k": 0}, [2, 3, 4, 5, 6]), ({"retention": "latest:1"}, [9])]
+    for number, (options, steps) in enumerate(kept, 1):
+        train(directory, 3 * number, interval=1, **options)
+        assert steps_on_s3() == steps
 
 
 def test_without_a_policy_the_latest_k_stay(faulty: FaultyServer, tmp_path: Path) -> None:
-    assert run_ranks(1, keep_what_is_kept, tmp_path) == [[[2, 3], [2, 3, 4, 5, 6], [9]]]
+    run_ranks(1, keep_what_is_kept, tmp_path)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -171,99 +170,85 @@ def fail(directory: Path, mode: str) -> str:
 # --- loads ----------------------------------------------------------------------------------------------
 
 
-def go_back(directory: Path) -> tuple[Run, Run, Run]:
+def go_back(directory: Path) -> None:
     first = train(directory, 6, async_mode="async")
-    back = train(directory, 6, async_mode="async", load_step=2)
+    assert train(directory, 6, async_mode="async", load_step=2) == replace(first, loaded_step=2)
     with pytest.raises(errors.CheckpointNotFoundError, match="steps 2 to 6"):
         train(directory, 6, load_step=3)
     with pytest.raises(errors.CheckpointNotFoundError, match=r"load_step = 3.*no checkpoint under"):
         train(directory, 6, load_step=3, folder=f"{ROOT}-other")
-    return first, back, train(directory, 6)
+    assert train(directory, 6) == replace(first, loaded_step=6)
 
 
 def test_a_run_that_goes_back_saves_its_steps_again(faulty: FaultyServer, tmp_path: Path) -> None:
-    ((first, back, latest_one),) = run_ranks(1, go_back, tmp_path)
-    assert back == replace(first, loaded_step=2)
-    assert latest_one == replace(first, loaded_step=6)
+    run_ranks(1, go_back, tmp_path)
     assert steps_on_s3() == [2, 4, 6]
 
 
-def start_from_another_run(directory: Path) -> dict[str, Any]:
+def begin(adapter: Adapter | None = None, **options: Any) -> Trainer:
+    """One that has loaded, and trains nothing."""
+    made = Trainer(config(**options), steps=0, sd_adapter=adapter)
+    made.train()
+    return made
+
+
+def weights_of(trainer: Trainer) -> dict[str, torch.Tensor]:
+    return {name: tensor.full_tensor() for name, tensor in trainer.model.state_dict().items()}
+
+
+def start_from_another_run(directory: Path) -> None:
     base = train(directory, 4, last_save_model_only=True, export_dtype="bfloat16", async_mode="async_with_pinned_mem")
-    found: dict[str, Any] = {"base": base}
-    model = Trainer(config(folder=f"{ROOT}-2", initial_load_path=f"{ROOT}/step-4"), steps=0)
-    model.train()
-    found["model"] = {name: tensor.full_tensor() for name, tensor in model.model.state_dict().items()}
-    weights = directory / "weights"
-    weights.mkdir()
-    save_file({name: 2 * tensor for name, tensor in found["model"].items()}, weights / "model.safetensors")
-    prefix = f"{ROOT}-weights".removeprefix(f"s3://{BUCKET}/")
+    assert base.local_files == ()
+    exported = read_tensors(f"{ROOT}/step-4", ["*"])
+    assert {tensor.dtype for tensor in exported.values()} == {torch.bfloat16}
+    weights = {name: tensor.float() for name, tensor in exported.items()}
+    assert_same(weights_of(begin(folder=f"{ROOT}-2", initial_load_path=f"{ROOT}/step-4")), weights)
+
+    doubled, local = {name: 2 * tensor for name, tensor in weights.items()}, directory / "weights"
+    local.mkdir()
+    save_file(doubled, local / "model.safetensors")
     client = boto3.client("s3", endpoint_url=os.environ["DCP_S3_ENDPOINT_URL"])
-    client.upload_file(str(weights / "model.safetensors"), BUCKET, f"{prefix}/model.safetensors")
-    for name, place in (("doubled", str(weights)), ("doubled from S3", f"{ROOT}-weights")):
-        from_hf = config(folder=f"{ROOT}-4-{name[-2:]}", initial_load_in_hf=True, initial_load_path=place)
-        doubled = Trainer(from_hf, steps=0, sd_adapter=Adapter())
-        doubled.train()
-        found[name] = {name: tensor.full_tensor() for name, tensor in doubled.model.state_dict().items()}
-    everything = Trainer(
-        config(
-            folder=f"{ROOT}-3",
-            initial_load_path=f"{ROOT}/step-2",
-            initial_load_model_only=False,
-            exclude_from_loading=["lr_scheduler", "dataloader"],
-        ),
-        steps=0,
-    )
-    everything.train()
-    found["everything"] = (
-        everything.step,
-        everything.ntokens_seen,
-        everything.lr_schedulers.state_dict(),
-        everything.dataloader.dataset.number,
-        len(everything.optimizers.optimizers[0].state),
-    )
+    client.upload_file(str(local / "model.safetensors"), BUCKET, "run-weights/model.safetensors")
+    for number, place in enumerate((str(local), f"{ROOT}-weights")):
+        options = {"initial_load_in_hf": True, "initial_load_path": place}
+        assert_same(weights_of(begin(Adapter(), folder=f"{ROOT}-4-{number}", **options)), doubled)
+
+    everything = begin(
+        folder=f"{ROOT}-3", initial_load_path=f"{ROOT}/step-2", initial_load_model_only=False,
+        exclude_from_loading=["lr_scheduler", "dataloader"],
+    )  # fmt: skip
+    assert (everything.step, everything.ntokens_seen) == (2, 2 * 4 * 16)
+    assert everything.lr_schedulers.state_dict() == {"last_epoch": 0}
+    assert everything.dataloader.dataset.number == 0
+    assert len(everything.optimizers.optimizers[0].state) == len(exported)
     with pytest.raises(errors.RestoreFailedError, match=r"step-5 failed on rank 0\s+Cause: CheckpointNotFound"):
         train(directory, 0, folder=f"{ROOT}-2", initial_load_path=f"{ROOT}/step-5")
     with pytest.raises(errors.RestoreFailedError, match=r"(?s)step-4 failed .*Missing key.*optimizer"):
         train(directory, 6)
-    return found
 
 
 def test_a_run_starts_from_another_one(faulty: FaultyServer, tmp_path: Path) -> None:
-    (found,) = run_ranks(1, start_from_another_run, tmp_path)
-    exported = read_tensors(f"{ROOT}/step-4", ["*"])
-    assert {tensor.dtype for tensor in exported.values()} == {torch.bfloat16}
-    assert exported.keys() == found["model"].keys()
-    assert all(torch.equal(exported[name].float(), tensor) for name, tensor in found["model"].items())
-    for doubled in (found["doubled"], found["doubled from S3"]):
-        assert all(torch.equal(2 * exported[name].float(), tensor) for name, tensor in doubled.items())
-    step, tokens, schedule, number, states = found["everything"]
-    assert (step, tokens, schedule, number) == (2, 2 * 4 * 16, {"last_epoch": 0}, 0)
-    assert states == len(exported)
-    assert found["base"].local_files == ()
+    run_ranks(1, start_from_another_run, tmp_path)
 
 
-def exchange(directory: Path) -> list[str]:
-    ours = train(directory, 4, async_mode="async")
-    stock = directory / "stock"
+def exchange(directory: Path) -> None:
+    ours, stock = train(directory, 4, async_mode="async"), directory / "stock"
     copy(f"{ROOT}/step-2", stock / "step-2")
-    theirs = Trainer(
-        CheckpointManager.Config(enable=True, folder=str(stock), interval=2, last_save_model_only=False), steps=4
-    )
+    options = {"enable": True, "folder": str(stock), "interval": 2, "last_save_model_only": False}
+    theirs = Trainer(CheckpointManager.Config(**options), steps=4)
     theirs.train()
     theirs.checkpointer.close()
     assert theirs.loaded_step == 2
     copy(stock / "step-4", f"{ROOT}-2/step-4")
     back = train(directory, 4, folder=f"{ROOT}-2")
     assert back.loaded_step == 4
-    return [ours.digest, theirs.digest(), back.digest]
+    assert ours.digest == theirs.digest() == back.digest
 
 
 def test_torchtitan_itself_reads_what_is_downloaded_and_writes_what_is_loaded_after_a_copy(
     faulty: FaultyServer, tmp_path: Path
 ) -> None:
-    ((ours, theirs, back),) = run_ranks(1, exchange, tmp_path)
-    assert ours == theirs == back
+    run_ranks(1, exchange, tmp_path)
 
 
 class Dying(Trainer):
@@ -302,7 +287,6 @@ def test_a_save_that_is_only_on_the_local_disk_is_loaded_from_there(
 
 # --- killed in a save -----------------------------------------------------------------------------------
 
-
 STEPS = 8
 
 
@@ -332,13 +316,7 @@ def train_to_the_end(directory: Path, mode: str) -> Run:
     ],
 )
 def test_a_run_killed_in_a_save_goes_on_bit_for_bit(
-    faulty: FaultyServer,
-    tmp_path: Path,
-    uninterrupted: str,
-    mode: str,
-    name: str,
-    ranks: int,
-    kept: list[int],
+    faulty: FaultyServer, tmp_path: Path, uninterrupted: str, mode: str, name: str, ranks: int, kept: list[int]
 ) -> None:
     kill_in_save(faulty, AtWrite(f"step-4/{name}"), 2, tmp_path, train_to_the_end, tmp_path / "cwd", mode)
     assert steps_on_s3() == [2]
@@ -347,7 +325,5 @@ def test_a_run_killed_in_a_save_goes_on_bit_for_bit(
     runs = run_ranks(ranks, train_to_the_end, tmp_path / "second", mode)
     assert runs == [Run(2, uninterrupted, ())] * ranks
     assert steps_on_s3() == kept
-    newest = latest(ROOT)
-    assert newest is not None
-    assert newest.step == STEPS
-    assert verify(newest.url, full=True).ok
+    assert latest(ROOT).step == STEPS
+    assert verify(f"{ROOT}/step-{STEPS}", full=True).ok

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,35 +28,30 @@ from dcp_s3.integrations.accelerate import ModelPart, OptimizerPart
 from dcp_s3.integrations.transformers import PRIVATE, S3Checkpoints, S3Trainer
 from examples import transformers as example
 from tests.faulty import BUCKET, FaultyServer
-from tests.frameworks.accelerate_runs import load_state, pretend_devices, save_state, texts, tiny_llama
 from tests.frameworks.ranks import AtWrite, files_in, kill_in_save, run_example, run_ranks
+from tests.frameworks.test_accelerate import BATCH, load_state, pretend_devices, save_state, texts, tiny_llama
 from tests.preload import MODULES
 
 MODULES.append("transformers")  # imported once, by the process that ranks are forked from
 
 ROOT = f"s3://{BUCKET}/run"
-SEQUENCES = 20
-BATCH = 4  # 5 batches an epoch
 
 
 @dataclass(frozen=True)
 class Run:
     """A training; pickled."""
 
-    root: str
-    """URL above its checkpoints."""
-    sharded: bool = False
-    """FSDP2; otherwise DDP, or on one rank the plain model."""
-    adapter: bool = False
-    """LoRA: only an adapter is trained."""
-    steps: int = 12
-    """Train up to here."""
-    arguments: tuple[tuple[str, Any], ...] = ()
-    """Further TrainingArguments."""
+    root: str  # URL above its checkpoints
+    sharded: bool = False  # FSDP2; otherwise DDP, or on one rank the plain model
+    adapter: bool = False  # LoRA: only an adapter is trained
+    steps: int = 12  # train up to here
+    arguments: tuple[tuple[str, Any], ...] = ()  # further TrainingArguments
 
 
 class Trainer(S3Trainer):
     """Its ranks all compute the whole batch."""
+
+    began = -1  # the step
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         if model.training:
@@ -64,31 +59,19 @@ class Trainer(S3Trainer):
         return super().compute_loss(model, inputs, *args, **{**kwargs, "num_items_in_batch": None})
 
 
-def trainer(run: Run, **options: Any) -> Trainer:
+def trainer(run: Run, **more: Any) -> Trainer:
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     sharded: dict[str, Any] = {}
     if run.sharded:
         plugin = {"version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}
         sharded = {"fsdp": "full_shard auto_wrap", "fsdp_config": plugin}
-    arguments = TrainingArguments(
-        **{
-            "output_dir": "output",
-            "use_cpu": True,
-            "max_steps": 12,
-            "save_steps": 2,
-            "logging_steps": 1,
-            "report_to": "none",
-            "disable_tqdm": True,
-            "learning_rate": 1e-2,
-            "warmup_steps": 3,
-            "max_grad_norm": 0.0,  # a norm depends on the number of shards
-            "per_device_train_batch_size": BATCH // ranks,
-            "seed": 7,
-            "save_total_limit": 2,
-            **sharded,
-            **dict(run.arguments),
-        }
-    )
+    options = {
+        "output_dir": "output", "use_cpu": True, "max_steps": 12, "save_steps": 2, "save_total_limit": 2, "seed": 7,
+        "logging_steps": 1, "report_to": "none", "disable_tqdm": True, "learning_rate": 1e-2, "warmup_steps": 3,
+        "per_device_train_batch_size": BATCH // ranks, "max_grad_norm": 0.0,  # a norm depends on the number of shards
+        **sharded, **dict(run.arguments),
+    }  # fmt: skip
+    arguments = TrainingArguments(**options)
     if run.sharded:
         pretend_devices()
     torch.set_num_threads(1)
@@ -96,36 +79,29 @@ def trainer(run: Run, **options: Any) -> Trainer:
     model = tiny_llama(tie_word_embeddings=True, attention_dropout=0.1)
     if run.adapter:
         model = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj", "v_proj"], lora_dropout=0.1))
-    data = [{"input_ids": text, "labels": text} for text in texts(SEQUENCES)]
+    data = [{"input_ids": text, "labels": text} for text in texts()]
     made = Trainer(
-        model=model, args=arguments, train_dataset=data, eval_dataset=data[:4],
-        checkpoint_root=run.root, **options,
+        model=model, args=arguments, train_dataset=data, eval_dataset=data[:4], checkpoint_root=run.root, **more,
     )  # fmt: skip
-    made.add_callback(_StopAt(run.steps))
+    made.add_callback(_Between(made, run.steps))
     return made
 
 
-def tiny_tokenizer() -> PreTrainedTokenizerFast:
-    words = {"[EOS]": 0, **{f"w{number}": number for number in range(1, 37)}}
-    return PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(WordLevel(words, "[EOS]")), eos_token="[EOS]", pad_token="[EOS]"
-    )
+class _Between(TrainerCallback):
+    """Notes where it begins, and stops after a step."""
 
-
-class _StopAt(TrainerCallback):
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step >= self.step:
-            control.should_training_stop = True
-
-
-class _Began(TrainerCallback):
-    step = -1
+    def __init__(self, trainer: Trainer, stop: int) -> None:
+        self.trainer, self.stop = trainer, stop
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.step = state.global_step
+        self.trainer.began = state.global_step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_training_stop |= state.global_step >= self.stop
+
+
+def losses(made: Trainer) -> list[float]:
+    return [entry["loss"] for entry in made.state.log_history if "loss" in entry]
 
 
 def train(run: Run, directory: Path | None, resume: Any = True) -> tuple[int, str, list[float]]:
@@ -134,8 +110,6 @@ def train(run: Run, directory: Path | None, resume: Any = True) -> tuple[int, st
     if directory is not None:
         os.chdir(directory)
     made = trainer(run)
-    began = _Began()
-    made.add_callback(began)
     made.train(resume_from_checkpoint=resume)
     model = made.model_wrapped
     assert run.sharded == isinstance(model, FSDPModule)
@@ -146,13 +120,12 @@ def train(run: Run, directory: Path | None, resume: Any = True) -> tuple[int, st
         "random": torch.get_rng_state(),
         "epoch": made.state.epoch,
     }
-    losses = [entry["loss"] for entry in made.state.log_history if "loss" in entry]
-    return began.step, state_digest(state), losses
+    return made.began, state_digest(state), losses(made)
 
 
 def train_for_ever(run: Run) -> None:
     """Train until killed."""
-    trainer(Run(run.root, run.sharded, steps=10**6, arguments=(*run.arguments, ("max_steps", 12)))).train()
+    trainer(replace(run, steps=10**6)).train()
     raise AssertionError("it was not killed")
 
 
@@ -200,33 +173,21 @@ def steps() -> list[int | None]:
     return [info.step for info in list_checkpoints(ROOT)]
 
 
-def losses(made: Trainer) -> list[float]:
-    return [entry["loss"] for entry in made.state.log_history if "loss" in entry]
-
-
-def evaluated(metric: str, values: dict[int, float], *, last: int = 6, **options: Any) -> S3Trainer:
-    """A trainer that saves every second step, and evaluates to ``values``."""
+def test_the_best_by_the_trainers_metric_is_kept_besides(alone: Path) -> None:
+    (alone / "output/checkpoint-500").mkdir(parents=True)  # of before: it stays
+    values = {2: 0.8, 4: 0.9, 6: 0.7, 8: 0.6}
     arguments = {
-        "eval_strategy": "steps",
-        "eval_steps": min(values),
-        "metric_for_best_model": metric,
-        "greater_is_better": metric == "accuracy",
+        "eval_strategy": "steps", "eval_steps": 2, "metric_for_best_model": "accuracy", "greater_is_better": True,
         "save_total_limit": 1,
-    }
-    made = trainer(Run(ROOT, steps=last, arguments=tuple(arguments.items())), **options)
+    }  # fmt: skip
+    made = trainer(Run(ROOT, steps=8, arguments=tuple(arguments.items())))
 
     def evaluate(*args: Any, **kwargs: Any) -> dict[str, float]:
-        found = {f"eval_{metric}": values[made.state.global_step]}
+        found = {"eval_accuracy": values[made.state.global_step]}
         made.log(dict(found))
         return found
 
     made.evaluate = evaluate
-    return made
-
-
-def test_the_best_by_the_trainers_metric_is_kept_besides(alone: Path) -> None:
-    (alone / "output/checkpoint-500").mkdir(parents=True)  # of before: it stays
-    made = evaluated("accuracy", {2: 0.8, 4: 0.9, 6: 0.7, 8: 0.6}, last=8)
     made.train()
     assert steps() == [4, 8]
     assert files_in(alone) == ["output", "output/checkpoint-500"]
@@ -270,27 +231,18 @@ def test_what_cannot_be_is_refused(alone: Path) -> None:
 # --- adapters of PEFT -----------------------------------------------------------------------------------
 
 
-def saved_names(url: str) -> set[str]:
-    """Names in a checkpoint's model, without those of the adapters, as PEFT writes them."""
-    names = {entry.fqn for entry in describe(url).entries if entry.fqn.startswith("model.")}
-    return {name.removeprefix("model.").replace(".default", "") for name in names}
-
-
-def test_an_adapter_is_what_the_trainer_saves(alone: Path) -> None:
-    made = trainer(Run(ROOT, steps=2, adapter=True))
-    made.train()
-    url = f"{ROOT}/step-00000002"
-    made.save_model("stock")
-    with safe_open("stock/adapter_model.safetensors", "pt") as file:
-        assert saved_names(url) == set(file.keys())
+def assert_holds_only_the_adapter(url: str) -> None:
+    names = [entry.fqn for entry in describe(url).entries if entry.fqn.startswith("model.")]
+    assert names
+    assert all(".lora_" in name for name in names)
 
 
 @pytest.mark.parametrize("sharded", [False, True], ids=["ddp", "fsdp2"])
 def test_an_adapter_goes_on_to_the_same_bits(faulty: FaultyServer, tmp_path: Path, sharded: bool) -> None:
     run = Run(ROOT, sharded, adapter=True, steps=6)
-    [(_, *expected)] = run_ranks(1, train, Run(f"{ROOT}-expected", sharded, adapter=True, steps=6), tmp_path, None)
-    run_ranks(2, train, Run(ROOT, sharded, adapter=True, steps=4), tmp_path, None)
-    assert all(".lora_" in name for name in saved_names(f"{ROOT}/step-00000004"))
+    [(_, *expected)] = run_ranks(1, train, replace(run, root=f"{ROOT}-expected"), tmp_path, None)
+    run_ranks(2, train, replace(run, steps=4), tmp_path, None)
+    assert_holds_only_the_adapter(f"{ROOT}/step-00000004")
     assert run_ranks(2, train, run, tmp_path) == [(4, *expected)] * 2
 
 
@@ -305,10 +257,7 @@ def two_adapters() -> PeftModel:
     return model
 
 
-MODELS = {
-    "several": two_adapters,
-    "vera": lambda: get_peft_model(tiny(), VeraConfig(target_modules=["q_proj"])),
-}
+MODELS = {"several": two_adapters, "vera": lambda: get_peft_model(tiny(), VeraConfig(target_modules=["q_proj"]))}
 
 
 @pytest.mark.parametrize("kind", MODELS)
@@ -343,6 +292,11 @@ def test_trl(alone: Path) -> None:
     class S3SFTTrainer(S3Checkpoints, SFTTrainer):
         pass
 
+    words = {"[EOS]": 0, **{f"w{number}": number for number in range(1, 37)}}
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(WordLevel(words, "[EOS]")), eos_token="[EOS]", pad_token="[EOS]"
+    )
+
     def sft(steps: int) -> S3SFTTrainer:
         arguments = SFTConfig(
             output_dir="output", use_cpu=True, bf16=False, max_steps=steps, save_steps=2, report_to="none",
@@ -350,13 +304,13 @@ def test_trl(alone: Path) -> None:
             gradient_checkpointing=False,
         )  # fmt: skip
         return S3SFTTrainer(
-            model=tiny(), args=arguments, processing_class=tiny_tokenizer(), checkpoint_root=ROOT,
+            model=tiny(), args=arguments, processing_class=tokenizer, checkpoint_root=ROOT,
             peft_config=LoraConfig(target_modules=["q_proj"], lora_dropout=0.1),
             train_dataset=Dataset.from_dict({"text": [f"w{number} w{number + 1} w3" for number in range(1, 12)]}),
         )  # fmt: skip
 
     sft(2).train()
-    assert all(".lora_" in name for name in saved_names(f"{ROOT}/step-00000002"))
+    assert_holds_only_the_adapter(f"{ROOT}/step-00000002")
     resumed = sft(4)
     resumed.train(resume_from_checkpoint=True)
     other = sft(4)

@@ -1,5 +1,5 @@
 """register() and unregister(): a bare checkpoint_id, torch's own classes, and what stays torch's own; the framework
-that an adapter needs; Prometheus."""
+that an adapter needs; Prometheus; a framework's saves, several to a step, and the checkpoints that go after them."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import inspect
 import pickle
 import re
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path, PurePosixPath
@@ -20,20 +22,27 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
-from torch.distributed.checkpoint import (
-    FileSystemReader,
-    FileSystemWriter,
-    _fsspec_filesystem,
-)
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, _fsspec_filesystem
 from torch.distributed.checkpoint._storage_utils import _storage_setup
 from torch.distributed.checkpoint.filesystem import SerializationFormat
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import dcp_s3
-from dcp_s3 import S3StorageReader, S3StorageWriter, errors, integrations
+from dcp_s3 import S3StorageReader, S3StorageWriter, errors, integrations, list_checkpoints, pin
+from dcp_s3.errors import SaveFailedError, StagingError
 from dcp_s3.integrations import prometheus, require
+from dcp_s3.integrations.saves import Saves
+from dcp_s3.manager.agree import Ranks
+from dcp_s3.s3.store import S3Store
+from dcp_s3.settings import Settings, resolve_settings
+from dcp_s3.stage.stager import S3Stager
+from dcp_s3.url import parse_url
 from tests.end_to_end.loads import failure
+from tests.faulty import BUCKET, FaultyServer, serve
+from tests.killing import AtRequest
+from tests.memory_s3 import Fault
 from tests.ranks import run_ranks
+from tests.s3.waiting import until
 
 pytestmark = [
     pytest.mark.servers("memory"),
@@ -79,29 +88,23 @@ def _load(**how: Any) -> int:
 # --- s3:// -----------------------------------------------------------------------------------------------
 
 
-def test_saves_and_loads_by_checkpoint_id_alone(root: str, s3: Any, bucket: str, registered: None) -> None:
-    dcp.save(_state(2.0), checkpoint_id=root)
-    assert _load(checkpoint_id=root) == 2
-    # It is ours: there is a manifest, and the defaults are ours: fsspec's would overwrite.
-    assert any("manifest-" in each["Key"] for each in s3.list_objects_v2(Bucket=bucket)["Contents"])
-    failure(lambda: dcp.save(_state(3.0), checkpoint_id=root), errors.CheckpointExistsError)
+def test_saves_and_loads_by_checkpoint_id_alone(root: str, s3: Any, bucket: str, cwd: Path, registered: None) -> None:
+    """Also by a path: pathlib takes the two slashes for one."""
+    ids: Any = (f"{root}/0", Path(root, "1"), PurePosixPath(root, "2"), f"{root.replace('//', '/')}/3")
+    for number, checkpoint_id in enumerate(ids):
+        dcp.save(_state(number), checkpoint_id=checkpoint_id)
+        assert _load(checkpoint_id=checkpoint_id) == number
+    # They are ours: there is a manifest, and the defaults are ours: fsspec's would overwrite.
+    assert sum("manifest-" in each["Key"] for each in s3.list_objects_v2(Bucket=bucket)["Contents"]) == len(ids)
+    failure(lambda: dcp.save(_state(3.0), checkpoint_id=f"{root}/0"), errors.CheckpointExistsError)
     failure(lambda: _load(checkpoint_id=f"{root}-missing"), errors.CheckpointNotFoundError)
-    state = _state(3.0)
-    future: Any = dcp.async_save(state, checkpoint_id=f"{root}-async")
-    state["w"].zero_()
-    future.result(60)
-    assert _load(checkpoint_id=f"{root}-async") == 3
-
-
-def test_a_url_that_went_through_pathlib_goes_to_s3(root: str, cwd: Path, registered: None) -> None:
-    """pathlib takes the two slashes for one."""
-    for number, step in enumerate((Path(root, "0"), PurePosixPath(root, "1"), f"{root.replace('//', '/')}/2")):
-        dcp.save(_state(number), checkpoint_id=step)  # type: ignore[arg-type]
-        assert _load(checkpoint_id=step) == number
-    dcp.async_save(_state(3.0), checkpoint_id=Path(root, "3")).result(60)  # type: ignore[union-attr]
-    newest = dcp_s3.latest(Path(root))
-    assert newest is not None
-    assert newest.url == f"{root}/3"
+    for number, checkpoint_id in enumerate((f"{root}/4", Path(root, "5")), 4):
+        state = _state(number)
+        future: Any = dcp.async_save(state, checkpoint_id=checkpoint_id)
+        state["w"].zero_()
+        future.result(60)
+        assert _load(checkpoint_id=checkpoint_id) == number
+    assert dcp_s3.latest(Path(root)).url == f"{root}/5"
     dcp.save(_state(9.0), checkpoint_id=Path(root, "9"), storage_writer=S3StorageWriter())
     assert _load(storage_reader=S3StorageReader(Path(root, "9"))) == 9
 
@@ -149,12 +152,6 @@ def test_on_ranks_and_in_their_checkpoint_processes(root: str, bucket: str, s3: 
     assert (tmp_path / "local" / ".metadata").is_file()
 
 
-def test_torchs_classes_take_our_urls_and_keep_their_signatures(registered: None) -> None:
-    for each in _TORCHS:
-        assert each.validate_checkpoint_id(checkpoint_id=Path("s3://bucket"))  # type: ignore[attr-defined]
-        assert "path" in inspect.signature(each).parameters, "jsonargparse and others make objects from them"
-
-
 @pytest.mark.parametrize("kind", [str, Path])
 @pytest.mark.parametrize("classes", [_TORCHS[:2], _FSSPEC], ids=["FileSystem", "Fsspec"])
 def test_what_a_framework_makes_itself(root: str, cwd: Path, registered: None, classes: Any, kind: Any) -> None:
@@ -170,7 +167,10 @@ def test_what_a_framework_makes_itself(root: str, cwd: Path, registered: None, c
     assert _load(storage_reader=reader(kind(root))) == 2
 
 
-def test_safetensors_and_stream_extensions_are_refused(root: str, registered: None) -> None:
+def test_torchs_classes_take_our_urls_and_refuse_safetensors_and_stream_extensions(root: str, registered: None) -> None:
+    for each in _TORCHS:
+        assert each.validate_checkpoint_id(checkpoint_id=Path("s3://bucket"))
+        assert "path" in inspect.signature(each).parameters, "jsonargparse and others make objects from them"
     for option in ({"serialization_format": SerializationFormat.SAFETENSORS}, {"_extensions": [object()]}):
         with pytest.raises(errors.SettingsError, match=rf"{root} as safetensors or .*leave .*_extensions out.*export"):
             FileSystemWriter(root, **option)  # type: ignore[arg-type]
@@ -281,3 +281,149 @@ def test_it_serves_what_stats_says(root: str) -> None:
     assert [sample.value for sample in found["dcp_s3_saves_last_commit_timestamp_seconds"]] == [stats.saves.last_commit]
     throttled = {sample.labels["bucket"]: sample.value for sample in found["dcp_s3_throttled_requests_total"]}
     assert throttled == {name: state.throttled for name, state in stats.throttle.items()}
+
+
+# --- the saves of a framework -----------------------------------------------------------------------------
+
+ROOT = f"s3://{BUCKET}/run"
+A, B, LAST = f"{ROOT}/epoch=0-step=4.ckpt", f"{ROOT}/epoch=1-step=8.ckpt", f"{ROOT}/last.ckpt"
+
+
+def make(settings: Settings | None = None) -> Saves:
+    settings = settings or resolve_settings(None)
+    return Saves(Ranks(None), settings, S3Stager(settings), background=Ranks(None), queue=1)
+
+
+@pytest.fixture
+def saves(faulty: FaultyServer) -> Saves:
+    return make()
+
+
+def save(saves: Saves, url: str, step: int, *, blocking: bool = False) -> None:
+    state, files = {"weight": torch.full((100,), step)}, {"meta.pt": str(step).encode()}
+    saves.save(url, step, state, lambda: ({"global_step": step}, files), blocking=blocking)
+
+
+def committed() -> set[str]:
+    return {info.url for info in list_checkpoints(ROOT) if info.committed}
+
+
+def held(of: str) -> AtRequest:
+    """The first object whose key contains ``of`` is not written before the end of the block; then it is."""
+    return AtRequest("PutObject", applied=True, key=of)
+
+
+def test_a_checkpoint_stays_until_the_one_that_replaces_it_is_committed(faulty: FaultyServer, saves: Saves) -> None:
+    save(saves, A, 4)
+    saves.wait()
+    with (moment := held("step=8")).on(faulty):
+        save(saves, B, 8)
+        saves.remove(A)
+        assert moment.reached.wait(60)
+        assert committed() == {A}
+        assert [saves.will_hold(url) for url in (A, B, LAST)] == [False, True, None]
+    saves.close()
+    assert saves.will_hold(B) is None
+    assert committed() == {B}
+
+
+def test_two_saves_of_a_step_are_held_and_neither_holds_up_the_training(faulty: FaultyServer, saves: Saves) -> None:
+    with (moment := held("/")).on(faulty):
+        save(saves, A, 4)
+        save(saves, LAST, 4)
+        assert moment.reached.wait(60)
+        assert committed() == set()
+    saves.close()
+    assert committed() == {A, LAST}
+
+
+def test_a_checkpoint_stays_if_the_save_that_replaces_it_fails(
+    faulty: FaultyServer, saves: Saves, caplog: pytest.LogCaptureFixture
+) -> None:
+    save(saves, A, 4)
+    saves.wait()
+    faulty.once("PutObject", Fault.error(403, "AccessDenied"), key="step=8")
+    save(saves, B, 8)
+    saves.remove(A)
+    save(saves, LAST, 8)
+    with pytest.raises(SaveFailedError, match=r"(?s)step 8 .*AccessDenied"):
+        saves.close()
+    assert committed() == {A, LAST}
+    assert f"{A} stays" in caplog.text
+
+
+def test_a_checkpoint_that_is_still_being_saved_goes_after_the_next_one(faulty: FaultyServer, saves: Saves) -> None:
+    with (moment := held("step=4")).on(faulty):
+        save(saves, A, 4)
+        saves.remove(A)
+        assert moment.reached.wait(60)
+    saves.wait()
+    until(lambda: saves._retention._thread is None)  # it has removed what it may
+    assert committed() == {A}, "it is the newest"
+    save(saves, B, 8)
+    saves.close()
+    assert committed() == {B}
+
+
+def test_a_url_that_is_saved_to_again_is_not_removed(faulty: FaultyServer, saves: Saves) -> None:
+    save(saves, A, 4)
+    saves.remove(A)  # when the next save is committed
+    save(saves, A, 8)
+    saves.close()
+    assert committed() == {A}
+    assert S3StorageReader(A).attachment("meta.pt") == b"8"
+
+
+def test_what_a_killed_save_left_there_does_not_keep_a_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+    later = [0.0]
+    with serve(monkeypatch, FaultyServer(clock=lambda: time.time() + later[0])):
+        S3Store(parse_url(A).bucket, Settings()).put("run/epoch=0-step=4.ckpt/__0_0-0123456789abcdef.distcp", b"left")
+        later[0] = 60.0
+        saves = make()
+        save(saves, A, 4)
+        save(saves, B, 8)
+        saves.remove(A)
+        saves.close()
+        assert [info.url for info in list_checkpoints(ROOT)] == [B]
+
+
+def test_a_pinned_checkpoint_stays(faulty: FaultyServer, saves: Saves, caplog: pytest.LogCaptureFixture) -> None:
+    save(saves, A, 4, blocking=True)
+    pin(A, reason="the paper's")
+    save(saves, B, 8)
+    saves.remove(A)
+    saves.close()
+    assert committed() == {A, B}
+    assert "the paper's" in caplog.text
+
+
+def test_with_local_durability_a_checkpoint_goes_when_the_last_save_is_on_s3_whatever_is_not(
+    faulty: FaultyServer, tmp_path: Path
+) -> None:
+    saves = make(resolve_settings({"durability": "local", "spill_dir": str(tmp_path / "spill")}))
+    save(saves, A, 4)
+    saves.wait()
+    until(lambda: A in committed())
+    save(saves, B, 8)
+    saves.wait()
+    until(lambda: B in committed())
+    with (moment := held("last")).on(faulty):
+        save(saves, LAST, 8)
+        saves.remove(A)
+        saves.wait()  # on disk
+        assert moment.reached.wait(60)
+        with pytest.raises(TimeoutError):
+            saves._wait_committed(0.1)
+        assert A in committed()
+    saves.close()
+    assert committed() == {B, LAST}
+
+
+def test_the_newest_checkpoint_stays_also_after_a_save_that_could_not_be_staged(saves: Saves) -> None:
+    save(saves, A, 4, blocking=True)
+    with pytest.raises(StagingError):
+        saves.save(B, 8, {"lock": threading.Lock()}, lambda: ({}, {}), blocking=False)
+    save(saves, B, 8, blocking=True)
+    saves.remove(B)  # no later save replaces it
+    saves.close()
+    assert committed() == {A, B}

@@ -18,24 +18,15 @@ import dcp_s3
 from dcp_s3 import errors
 from dcp_s3.format.control_files import DeletionList, ObjectEntry
 from dcp_s3.format.layout import deletion_object
-from dcp_s3.integrations.files import (
-    BLOCK,
-    OpenFile,
-    ReadStream,
-    WriteStream,
-    find_files,
-    publish_files,
-    put_record,
-)
-from dcp_s3.limit import Limit
+from dcp_s3.integrations.files import BLOCK, OpenFile, ReadStream, WriteStream, find_files, publish_files, put_record
 from dcp_s3.memory import Piece, crc64nvme, crc_hex
 from dcp_s3.retention.catalog import CheckpointCatalog
 from dcp_s3.retention.prune import apply_plan, remove
 from dcp_s3.s3.store import S3Store
 from dcp_s3.settings import Settings
-from dcp_s3.store import StreamedObject
+from dcp_s3.store import Store, StreamedObject
 from dcp_s3.url import parse_url
-from tests.memory_store import MemoryStore
+from tests.memory_store import FaultyStore, MemoryStore
 
 URL = parse_url("s3://bucket/run/step-7")
 LARGE = 300_000  # elements; more than what is copied without a look
@@ -44,7 +35,7 @@ LARGE = 300_000  # elements; more than what is copied without a look
 class OneBatch(MemoryStore):
     """Its batches use `put_stream` of this very store."""
 
-    def within(self, limit: Limit) -> MemoryStore:
+    def within(self, limit: Any) -> MemoryStore:
         return self
 
 
@@ -113,32 +104,22 @@ def test_a_stream_that_is_given_up_leaves_nothing(how: str) -> None:
     assert not done
 
 
-def test_a_store_that_fails_stops_the_writer() -> None:
+@pytest.mark.parametrize("in_the_end", [False, True])
+def test_a_store_that_fails_stops_the_writer_and_is_an_error_of_the_file(in_the_end: bool) -> None:
     class Full(OneBatch):
         def put_stream(self, key: str, size: int, pieces: Iterable[Piece], **options: Any) -> StreamedObject:
-            next(iter(pieces))
-            raise errors.TransferError("the store is full", bucket="b", key=key, operation="PutObject")
+            for _ in pieces if in_the_end else ():
+                pass
+            raise errors.TransferError("the store is full")
 
     def write_all() -> None:
-        with WriteStream(Full(), "f", None, lambda _: None) as stream:
-            for _ in range(100):
+        with WriteStream(Full(), "f", None, done.append) as stream:
+            for _ in range(1 if in_the_end else 100):
                 stream.write(bytes(2**22))
 
+    done: list[StreamedObject] = []
     with pytest.raises(errors.TransferError, match="full"):
         write_all()
-
-
-def test_a_store_that_fails_in_the_end_is_an_error_of_the_file() -> None:
-    class Full(OneBatch):
-        def put_stream(self, key: str, size: int, pieces: Iterable[Piece], **options: Any) -> StreamedObject:
-            assert [bytes(piece.view or b"") for piece in pieces] == [b"short"]
-            raise errors.TransferError("the store is full", bucket="b", key=key, operation="PutObject")
-
-    done: list[StreamedObject] = []
-    stream = WriteStream(Full(), "f", None, done.append)
-    stream.write(b"short")
-    with pytest.raises(errors.TransferError, match="full"):
-        stream.close()
     assert done == []
 
 
@@ -196,7 +177,7 @@ def test_bytes_that_were_not_committed_are_found_once_all_are_read() -> None:
 # --- records --------------------------------------------------------------------------------------------
 
 
-def write(store: MemoryStore, rank: int, nonce: str, names: Iterable[str]) -> list[ObjectEntry]:
+def write(store: Store, rank: int, nonce: str, names: Iterable[str]) -> list[ObjectEntry]:
     """What a rank does before the barrier."""
     put_record(store, URL, rank, nonce)
     entries = []
@@ -207,7 +188,7 @@ def write(store: MemoryStore, rank: int, nonce: str, names: Iterable[str]) -> li
     return entries
 
 
-def commit(store: MemoryStore, rank: int, nonce: str, entries: list[ObjectEntry], world: int, wait: float = 30) -> None:
+def commit(store: Store, rank: int, nonce: str, entries: list[ObjectEntry], world: int, wait: float = 30) -> None:
     publish_files(store, URL, rank, world, nonce, entries, wait)
 
 
@@ -220,7 +201,6 @@ def test_ranks_commit_what_all_have_written_and_nothing_of_an_earlier_attempt() 
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(lambda rank: commit(store, rank, f"new{rank}", written[rank], 2), [1, 0]))
     files = find_files(store, URL)
-    assert files is not None
     assert sorted(files) == ["model_0.pt", "model_1.pt", "sub/data.json"]
     assert all(crc_hex(crc64nvme(store.get(URL.key(path)).data)) == entry.crc64nvme for path, entry in files.items())
 
@@ -259,13 +239,12 @@ def test_a_rank_that_waits_in_an_earlier_attempt_does_not_join_the_next() -> Non
 def test_a_prune_leaves_the_files_of_an_attempt_that_begins_meanwhile(begins: str) -> None:
     now, entries = [time.time()], list[ObjectEntry]()
 
-    class Root(OneBatch):
-        def put(self, key: str, data: bytes | memoryview, **options: Any) -> None:
-            super().put(key, data, **options)
-            if "/deletion-" in key and begins == "during the deletion":
-                entries.extend(write(self, 0, "new", ["model_0.pt"]))
+    def begin(method: str, key: str) -> None:
+        if method == "after put" and "/deletion-" in key and begins == "during the deletion":
+            entries.extend(write(memory, 0, "new", ["model_0.pt"]))
 
-    store = Root(clock=lambda: now[0])
+    memory = MemoryStore(clock=lambda: now[0])
+    store = FaultyStore(memory, begin)
     write(store, 0, "old", ["model_0.pt", "old.pt"])
     now[0] += 2 * 86400
     plan = CheckpointCatalog("s3://bucket/run", store=store).scan().plan(None, grace=86400)

@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import dcp_s3
 from dcp_s3 import S3StorageReader, S3StorageWriter
@@ -42,7 +42,6 @@ from tests.hostile import call, decode_metadata, metadata_with, name
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.servers("memory")
-
 
 WHOLE = (6, 5)
 """Shape of the tensors that ranks save in shards."""
@@ -68,19 +67,10 @@ def ranks(blank: bool = False) -> dict[str, Any]:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     placements = {"rows": Shard(0), "columns": Shard(1), "replicated": Replicate()}
     state: dict[str, Any] = {
-        name: DTensor.from_local(_part(torch.zeros(WHOLE) if blank else whole(name), each), mesh, [each], shape=WHOLE,
-                                 stride=(WHOLE[1], 1), run_check=False)
+        name: distribute_tensor(torch.zeros(WHOLE) if blank else whole(name), mesh, [each])
         for name, each in placements.items()
-    }  # fmt: skip
+    }
     return {**state, "step": 0 if blank else 7}
-
-
-def _part(full: torch.Tensor, placement: Any) -> torch.Tensor:
-
-    if isinstance(placement, Replicate):
-        return full.clone()
-    chunks = full.chunk(dist.get_world_size(), placement.dim)
-    return chunks[dist.get_rank()].contiguous()
 
 
 _HERE = Path(__file__).parent
@@ -148,15 +138,11 @@ def _check_one(stock: Any, url: str) -> None:
         found = blank(expected)
         dcp.load(found, storage_reader=reader)
         assert_same(found, expected)
-    assert_same(_strided(url), expected)
-
-
-def _strided(url: str) -> dict[str, Any]:
     found = one_rank()
     for strided in ("transposed", "channels_last"):
         found[strided].zero_()
     dcp.load(found, storage_reader=S3StorageReader(url))
-    return found
+    assert_same(found, expected)
 
 
 def _load_ranks(pairs: list[tuple[str, str | None]]) -> None:
@@ -165,8 +151,7 @@ def _load_ranks(pairs: list[tuple[str, str | None]]) -> None:
         dcp.load(found, storage_reader=dcp.FileSystemReader(reader) if isinstance(reader, str) else reader)
         assert found["step"] == 7
         for tensor in ("rows", "columns", "replicated"):
-            local, placement = found[tensor].to_local(), found[tensor].placements[0]
-            assert torch.equal(local, _part(whole(tensor), placement)), (tensor, type(reader))
+            assert torch.equal(found[tensor].full_tensor(), whole(tensor)), (tensor, type(reader))
 
 
 _NEWER = {Metadata: ("storage_meta", "version"), "_StorageInfo": ("transform_descriptors",)}
@@ -195,22 +180,15 @@ def as_torch_2_1_wrote(data: bytes) -> bytes:
     return pickle.dumps(metadata)
 
 
-@pytest.fixture
-def directory(tmp_path: Path) -> Path:
+def test_it_is_loaded_verified_and_found(s3: Any, bucket: str, root: str, tmp_path: Path) -> None:
     dcp.save(state(), storage_writer=dcp.FileSystemWriter(tmp_path, sync_files=False))
     path = tmp_path / ".metadata"
     path.write_bytes(as_torch_2_1_wrote(path.read_bytes()))
-    return tmp_path
-
-
-def test_it_is_loaded_verified_and_found(s3: Any, bucket: str, root: str, directory: Path) -> None:
-    upload(s3, bucket, "run/step-1", directory)
+    upload(s3, bucket, "run/step-1", tmp_path)
     found = blank(state())
     dcp.load(found, storage_reader=S3StorageReader(f"{root}/step-1"))
     assert_same(found, state())
-    latest = dcp_s3.latest(root)
-    assert latest is not None
-    assert latest.url == f"{root}/step-1"
+    assert dcp_s3.latest(root).url == f"{root}/step-1"
     report = dcp_s3.verify(f"{root}/step-1")
     assert report.ok, report
     assert_same(dcp_s3.read_tensors(f"{root}/step-1", ["w"]), {"w": state()["w"]})
@@ -219,7 +197,6 @@ def test_it_is_loaded_verified_and_found(s3: Any, bucket: str, root: str, direct
 
 
 # --- a torch that is newer -----------------------------------------------------------------------------
-
 
 _PROPERTIES = TensorProperties(torch.bfloat16, requires_grad=True)
 _STATE = _PROPERTIES.__getstate__()[:5]  # type: ignore[no-untyped-call]
