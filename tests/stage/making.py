@@ -8,7 +8,6 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,7 +21,6 @@ from dcp_s3 import S3Stager, S3StorageWriter
 from dcp_s3.errors import StagingError
 from dcp_s3.stage.memory import BufferPool, HostBuffer
 from dcp_s3.stage.snapshot import Snapshot
-from tests.s3.waiting import until
 
 MIB = 2**20
 PATIENCE = 60.0  # seconds; less than the process group's: whoever fails because a collective timed out is too late
@@ -57,11 +55,6 @@ def frozen(value: Any) -> Any:
     return [frozen(entry) for entry in value] if isinstance(value, list) else value
 
 
-class Holder:
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-
 class Saver:
     def __init__(
         self,
@@ -88,16 +81,6 @@ class Saver:
         )
         upload: Future[Any] = answer.upload_completion if isinstance(answer, AsyncSaveResponse) else answer
         return upload
-
-
-class UntilFile:
-    """Waits for a file; for a planner that is pickled into another process."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def __call__(self) -> None:
-        until(self._path.exists)
 
 
 class WaitingPlanner(DefaultSavePlanner):

@@ -7,6 +7,7 @@ import collections
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import hypothesis.strategies as st
@@ -28,7 +29,7 @@ from dcp_s3.stage import stager as stager_module
 from tests.end_to_end.states import assert_same, random_tensor
 from tests.faulty import BUCKET, FaultyServer
 from tests.ranks import run_ranks
-from tests.stage.making import PATIENCE, HeldUp, Holder, buffers_of, frozen, generations_in_use, stage_once
+from tests.stage.making import PATIENCE, HeldUp, buffers_of, frozen, generations_in_use, stage_once
 
 
 @pytest.fixture
@@ -46,7 +47,7 @@ def _begin(stager: S3Stager, state: dict[str, Any]) -> Future[dict[str, Any]]:
 
 
 def test_values_changed_after_stage_returned_do_not_show(held_up: HeldUp) -> None:
-    state = {"w": torch.ones(3), "list": [1, {"a": 2}], "object": Holder(5)}
+    state = {"w": torch.ones(3), "list": [1, {"a": 2}], "object": SimpleNamespace(value=5)}
     with S3Stager(asynchronous=True) as stager:
         future = _begin(stager, state)
         state["list"].append(3)  # type: ignore[attr-defined]
@@ -296,14 +297,14 @@ class _Point(NamedTuple):
 
 def test_containers_keep_their_kind_and_what_they_share() -> None:
     ordered: Any = nn.Linear(2, 2).state_dict()
-    holder, array, shared = Holder({"w": torch.ones(3)}), np.ones(3), [torch.ones(2)]
+    holder, array, shared = SimpleNamespace(value={"w": torch.ones(3)}), np.ones(3), [torch.ones(2)]
     state: Any = {
         "ordered": ordered,
         "default": collections.defaultdict(list, {"a": [torch.ones(1)]}),
         "point": _Point(torch.ones(3), [torch.zeros(1)]),
         "max": torch.max(torch.ones(2, 2), 0),
         1: {"int key": (torch.ones(1), ())},
-        "shared": [shared, {"c": shared}, Holder(shared)],
+        "shared": [shared, {"c": shared}, SimpleNamespace(value=shared)],
         "holder": holder,
         "array": array,
         "set": {holder.value["w"]},
