@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -19,14 +21,15 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from dcp_s3 import S3StorageWriter
 from dcp_s3.checkpoint.commit import Commit, publish
 from dcp_s3.checkpoint.commit_state import Previous
+from dcp_s3.errors import CheckpointError
 from dcp_s3.memory import Piece
 from dcp_s3.s3.store import S3Store
 from dcp_s3.settings import Settings, resolve_settings, stored_settings
 from dcp_s3.spill import drain as drain_module
 from dcp_s3.spill import saving as saving_module
-from dcp_s3.spill.drain import Drainer, DrainReport
-from dcp_s3.spill.journal import Journal
-from dcp_s3.spill.store import RefusedSave, SpilledSave, SpillStore
+from dcp_s3.spill.drain import Drainer, DrainReport, wait_until_drained
+from dcp_s3.spill.journal import Journal, State
+from dcp_s3.spill.store import SpilledSave, SpillStore
 from tests.faulty import BUCKET
 from tests.memory_s3 import Fault
 from tests.objects import separate_objects
@@ -38,6 +41,7 @@ from tests.spill.making import (
     allow_all,
     assert_complete,
     begin_multipart,
+    damage,
     large_state,
     make_state,
     small_state,
@@ -245,30 +249,22 @@ def test_without_a_list_of_multipart_uploads_everything_is_drained(spill: Spill,
 # --- saves that end while the drain runs -----------------------------------------------------------------
 
 
-class ScannedBefore(SpillStore):
-    """Something happens between the scan and what the drain does with it, as if an upload had taken long."""
-
-    then: Callable[[], None] = staticmethod(lambda: None)
-
-    def read(self) -> tuple[list[SpilledSave], list[RefusedSave]]:
-        found = super().read()
-        self.then()
-        return found
-
-
 @pytest.mark.parametrize("how", ["is sealed", "ends on S3"])
 def test_a_save_that_ends_after_the_scan_is_not_given_up(spill: Spill, how: str) -> None:
-    store, url = ScannedBefore(spill.path), spill.url("step-1")
+    """Between the scan and what the drain does with it, as if an upload had taken long."""
+    url, read = spill.url("step-1"), SpillStore.read
     spill.bucket.put("run/step-1/x", b"another object of the save")
-    with store.begin(Journal(url, "1", 1.0, Settings().model_dump(), keys=("run/step-1/x",)), "0") as writer:
+    with spill.store.begin(Journal(url, "1", 1.0, Settings().model_dump(), keys=("run/step-1/x",)), "0") as writer:
 
-        def end() -> None:
+        def end_after(store: SpillStore) -> Any:
+            found = read(store)
             if how == "is sealed":
                 writer.seal(writer.journal)
             writer.__exit__()
+            return found
 
-        store.then = end
-        assert Drainer(store).run() == DrainReport()
+        with mock.patch.object(SpillStore, "read", end_after):
+            assert spill.drain() == DrainReport()
     assert spill.list(url) == ["run/step-1/x"]
 
 
@@ -301,6 +297,126 @@ def test_the_save_of_a_live_process_stays_and_one_whose_process_died_leaves_neit
     assert not writer.path.exists()
     assert spill.list(url) == []
     assert spill.server.s3.open_uploads(BUCKET) == []
+
+
+# --- what is damaged is set aside, and never becomes a checkpoint ---------------------------------------
+
+
+def spoil_journal(of: Callable[[Journal], dict[str, Any]]) -> Callable[[Spill], SpilledSave]:
+    def change(spill: Spill) -> SpilledSave:
+        save = spill.data()
+        save.update(replace(save.journal, **of(save.journal)))
+        return save
+
+    return change
+
+
+def spoil(name: str, how: Callable[[Path], object]) -> Callable[[Spill], SpilledSave]:
+    """A file of a save, or of a commit."""
+
+    def change(spill: Spill) -> SpilledSave:
+        save = spill.data() if name in ("journal", "object-0") else spill.commit()
+        how(save.path / name)
+        return save
+
+    return change
+
+
+SPOILED: list[tuple[Callable[[Spill], SpilledSave], str]] = [
+    (spoil("object-0", damage), "the disk damaged it"),
+    (spoil("object-0", lambda path: os.truncate(path, 100)), "has 100 bytes"),
+    (spoil("object-0", Path.unlink), "is gone"),
+    (spoil("journal", lambda path: damage(path, 100)), "journal is damaged"),
+    (spoil("metadata", lambda path: damage(path, 100)), "is damaged"),
+    (spoil("manifest.json", lambda path: damage(path, 100)), "is damaged"),
+    (spoil("metadata", Path.unlink), "is gone"),
+    (spoil("manifest.json", Path.unlink), "is gone"),
+    (spoil_journal(lambda journal: {"settings": {**journal.settings, "part_size": "1"}}), "part_size"),
+    (spoil_journal(lambda journal: {"settings": {**journal.settings, "endpoint_url": "nonsense"}}), "endpoint_url"),
+    (spoil_journal(lambda _: {"url": "/not/s3"}), "/not/s3"),
+]
+
+
+@pytest.mark.parametrize(("change", "reason"), SPOILED)
+def test_what_is_damaged_or_makes_no_sense_is_set_aside_and_the_rest_drains(
+    spill: Spill, change: Callable[[Spill], SpilledSave], reason: str
+) -> None:
+    bad, good = spill.url("step-1"), spill.url("step-2")
+    spill.save(bad, small_state(1))
+    commit, save = spill.commit(), change(spill)
+    (spill.store.saves / "README").write_text("a stray file does no harm")
+    spill.save(good, small_state(2))
+    report = spill.drain()
+    assert report.committed == [good]
+    assert reason in report.refused[save.name].lower()
+    assert (spill.store.refused / save.name).is_dir()
+    assert {each.path.name: each.reason for each in spill.store.list_refused()} == report.refused
+    assert spill.drain().committed == []
+    assert not spill.is_visible(bad)
+    assert_complete(good, small_state(2))
+    if reason in ("the disk damaged it", "has 100 bytes"):  # its commit waits for nothing any more, and says why
+        assert report.waiting == {}
+        with pytest.raises(CheckpointError, match=reason):
+            wait_until_drained(spill.store, commit, timeout=1)
+
+
+def test_a_link_is_neither_followed_nor_deleted(spill: Spill, tmp_path: Path) -> None:
+    spill.save(spill.url("step-1"), small_state(1))
+    secret, file = tmp_path / "secret.txt", spill.data().path / "object-0"
+    file.rename(secret)
+    file.symlink_to(secret)
+    assert spill.drain().committed == []
+    assert secret.exists()
+    assert spill.list(spill.url("step-1")) == []
+
+
+def test_a_journal_that_names_keys_elsewhere_deletes_nothing(spill: Spill) -> None:
+    url = spill.url("step-1")
+    spill.save_to_s3(url, small_state(1))
+    before = spill.list(url)
+    spill.save(spill.url("step-2"), small_state(2))
+    wrong = spill.data()
+    wrong.update(replace(wrong.journal, state=State.WRITING, keys=tuple(before)))
+    assert wrong.name in spill.drain().refused
+    assert spill.list(url) == before
+
+
+def test_a_journal_that_can_not_be_read_now_waits(spill: Spill) -> None:
+    url = spill.url("step-1")
+    spill.save(url, small_state(1))
+    data, read = spill.data(), Path.read_bytes
+
+    def fail(path: Path) -> bytes:
+        if path == data.path / "journal":
+            raise OSError(errno.EMFILE, "Too many open files")
+        return read(path)
+
+    with mock.patch.object(Path, "read_bytes", fail):
+        report = spill.drain()
+    assert report.refused == {}
+    assert "Too many open files" in report.waiting[data.name]
+    spill.drained(url, small_state(1))
+
+
+def test_only_the_owner_reads_what_waits_and_what_is_set_aside(spill: Spill) -> None:
+    spill.path.mkdir(mode=0o755)  # its owner's choice
+    for name in ("saves", "new", "refused"):  # as an earlier version made them
+        (spill.path / name).mkdir(mode=0o755)
+    previous = os.umask(0)
+    try:
+        spill.save(spill.url("step-1"), small_state(1))
+        spill.drain()
+        spill.save(spill.url("step-2"), small_state(2))
+        damage(spill.data().path / "object-0")
+        spill.drain()
+        spill.save(spill.url("step-3"), small_state(3))
+    finally:
+        os.umask(previous)
+    found = list(spill.path.rglob("*"))
+    assert {path.name for path in found} >= {"journal", "object-0", "metadata", "manifest.json", "reason.txt"}
+    wrong = [str(path) for path in found if path.stat().st_mode & 0o777 != (0o700 if path.is_dir() else 0o600)]
+    assert wrong == []
+    assert spill.path.stat().st_mode & 0o777 == 0o755
 
 
 # --- several ranks, with a spill directory each or one for all -----------------------------------------
