@@ -65,7 +65,7 @@ def make_state(sizes: dict[str, int], value: int = 0) -> dict[str, Any]:
     return {name: torch.full((size,), value, dtype=torch.uint8) for name, size in sizes.items()}
 
 
-def test_what_is_frozen_among_what_is_not_is_copied_at_once_and_later_as_whole_objects(training: Training) -> None:
+def test_what_is_frozen_is_copied_at_once_and_later_as_whole_objects(training: Training) -> None:
     """And when all has changed, it is saved as if nothing had been copied."""
     sizes = {f"layer{number}.{name}": size for number in range(6) for name, size in (("w", 10_000), ("lora", 100))}
     first, copies = training.save(make_state(sizes))
@@ -130,9 +130,7 @@ _ZEROS = torch.zeros(8)
     ],
     ids=["dtype", "shape", "size", "given dtype", "given shape", "sparse", "planned dtype", "planned shape"],
 )  # fmt: skip
-def test_another_dtype_shape_or_layout_is_a_change(
-    training: Training, planned: torch.Tensor, given: torch.Tensor
-) -> None:
+def test_another_dtype_or_shape_is_a_change(training: Training, planned: torch.Tensor, given: torch.Tensor) -> None:
     training.save({"t": _ZEROS})
     planner = DefaultSavePlanner()
     planner.resolve_data = lambda _: given  # type: ignore[method-assign]
@@ -148,9 +146,7 @@ def test_strided_and_conjugated_tensors_are_compared_by_what_is_saved_of_them(tr
     assert training.save({"t": tensor.reshape(70, 300), "c": complex_})[0].copied_bytes == 0
 
 
-def test_of_what_has_changed_mostly_the_first_block_is_read(
-    training: Training, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_of_a_change_the_first_block_is_read(training: Training, monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[int] = []
 
     def counted(data: Any, previous: int = 0) -> int:

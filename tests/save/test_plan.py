@@ -55,9 +55,7 @@ def bytes_item(fqn: str) -> WriteItem:
 
 
 @given(st.lists(st.integers(0, 10**6), max_size=40), st.integers(0, 10), st.integers(1, 8))
-def test_every_item_is_in_exactly_one_bucket_and_the_loads_are_balanced(
-    sizes: list[int], others: int, buckets: int
-) -> None:
+def test_each_item_is_in_one_bucket_and_loads_are_level(sizes: list[int], others: int, buckets: int) -> None:
     items = [tensor(f"t{i}", size) for i, size in enumerate(sizes)] + [bytes_item(f"b{i}") for i in range(others)]
     plan = plan_buckets(items, max_buckets=buckets, min_bucket_size=1)
     assert sorted(id(item) for bucket in plan for item in bucket.items) == sorted(map(id, items))
@@ -317,7 +315,7 @@ def _assert_complete(server: S3Server, bucket: str, name: str) -> set[str]:
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_each_checkpoint_is_complete_in_itself_and_a_save_that_failed_leaves_a_cache_that_works(
+def test_each_is_complete_in_itself_also_after_a_failure(
     root: str, bucket: str, memory_server: S3Server, asynchronous: bool
 ) -> None:
     writer = S3StorageWriter()

@@ -80,7 +80,7 @@ def _assert_holds(url: str, step: int) -> None:
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("urls", [("1", "2"), ("1", "1")], ids=["two URLs", "one URL"])
-def test_a_save_waits_for_the_asynchronous_one_before_it_and_has_its_own_arguments(
+def test_a_save_waits_for_the_one_before_and_has_its_own_arguments(
     root: str, urls: tuple[str, str], asynchronous: bool
 ) -> None:
     writer, first, second = S3StorageWriter(overwrite=True, metrics={"loss": 1.0}), _Planner(hold=True), _Planner()
@@ -263,9 +263,7 @@ def _save(rank: int, before: Callable[[], object] = lambda: None) -> JointSave:
     return made
 
 
-def test_a_rank_whose_own_upload_fails_after_others_have_made_up_for_it_hears_that_it_is_committed(
-    store: MemoryStore,
-) -> None:
+def test_a_rank_that_fails_after_others_made_up_for_it_hears_that_it_is_committed(store: MemoryStore) -> None:
     other = threading.Thread(target=_save, args=(0,))
 
     def fail() -> None:
@@ -356,7 +354,7 @@ def _save_by_a_merger_that_dies(monkeypatch: pytest.MonkeyPatch) -> None:
     other.join(60)
 
 
-def test_what_a_prune_deletes_is_not_committed_once_more_by_who_finishes_saves(
+def test_who_finishes_saves_commits_nothing_that_a_prune_deletes(
     store: MemoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The merger died before it had cleaned up; another process restores meanwhile."""
@@ -375,9 +373,7 @@ def test_what_a_prune_deletes_is_not_committed_once_more_by_who_finishes_saves(
     assert store.list(URL.key("")).objects == ()
 
 
-def test_what_a_merger_leaves_that_died_before_it_had_cleaned_up_is_collected_by_a_prune(
-    store: MemoryStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_dead_merger_leaves_is_collected_by_a_prune(store: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
     _save_by_a_merger_that_dies(monkeypatch)
     store._storage.clock = lambda: time.time() + 3 * 86400
     assert prune("s3://bucket/run", store=store, grace=86400).ok
@@ -411,9 +407,7 @@ def _again_without_a_step(root: str) -> str:
 
 
 @pytest.mark.servers("memory", "moto")
-def test_an_asynchronous_save_to_a_url_that_was_saved_to_needs_a_step_and_a_replaced_one_is_not_waited_for(
-    root: str,
-) -> None:
+def test_an_asynchronous_save_over_another_needs_a_step_and_what_it_replaces_is_not_waited_for(root: str) -> None:
     assert run_ranks(2, _again_without_a_step, root) == ["done", "done"]
     assert {info.name for info in list_checkpoints(root) if info.committed} == {"best", "last"}
 

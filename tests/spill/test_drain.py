@@ -132,9 +132,7 @@ def test_a_commit_whose_drain_died_before_it_could_say_so_is_not_done_twice(spil
     spill.assert_empty()
 
 
-def test_without_an_object_or_with_one_of_another_size_it_waits_and_is_never_visible(
-    spill: Spill, tmp_path: Path
-) -> None:
+def test_without_an_object_or_with_another_one_it_waits_unseen(spill: Spill, tmp_path: Path) -> None:
     url = spill.url("step-1")
     spill.save(url, small_state(1))
     commit, data, key = spill.commit(), spill.data(), spill.key()
@@ -279,9 +277,7 @@ def test_a_journal_that_comes_back_after_a_power_failure_costs_no_committed_chec
     assert_complete(url, small_state(1))
 
 
-def test_the_save_of_a_live_process_stays_and_one_whose_process_died_leaves_neither_objects_nor_uploads(
-    spill: Spill,
-) -> None:
+def test_the_save_of_a_live_process_stays_and_that_of_a_dead_one_goes(spill: Spill) -> None:
     url, key = spill.url("step-1"), "run/step-1/__0_0-ab.distcp"
     spill.bucket.put("run/step-1/__0_1-ab.distcp", b"x")
     begin_multipart(spill.bucket, key, bytes(MIB))
@@ -451,9 +447,7 @@ def _overwrite_and_wait(directories: list[str]) -> None:
 
 
 @pytest.mark.usefixtures("spill")
-def test_the_commit_waits_for_all_and_no_rank_takes_the_checkpoint_that_is_overwritten_for_its_own(
-    tmp_path: Path,
-) -> None:
+def test_the_commit_waits_for_all_and_no_rank_takes_the_old_one_for_its_own(tmp_path: Path) -> None:
     paths = [str(tmp_path / str(number)) for number in range(2)]
     run_ranks(2, _overwrite_and_wait, paths)
     assert_complete(URL, full_state(1))

@@ -102,7 +102,7 @@ def stall_a(request: Any) -> Fault | None:
     ],
     ids=["nothing", "refused", "stalled", "local"],
 )  # fmt: skip
-def test_what_s3_does_not_take_or_all_with_local_durability_is_spilled_and_drained(
+def test_what_s3_does_not_take_is_spilled_and_drained(
     spill: Spill, settings: dict[str, Any], rule: Any, spilled: str
 ) -> None:
     spill.server.rule = rule
@@ -132,7 +132,7 @@ def test_a_batch_that_fails_leaves_neither_objects_nor_files(spill: Spill) -> No
     assert spill.server.s3.objects(BUCKET) == {}
 
 
-def test_a_full_disk_fails_no_save_that_is_on_s3_but_for_an_upload_that_stays_open(
+def test_a_full_disk_fails_no_save_that_is_on_s3_but_for_an_upload(
     spill: Spill, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse_until_aborted(request: Any) -> Fault | None:

@@ -58,9 +58,7 @@ class Crash(Exception):
     """The machine stops here."""
 
 
-def test_a_journal_is_flushed_before_it_has_its_name_and_a_crash_leaves_the_old_one_or_the_new(
-    store: SpillStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_crash_leaves_the_old_journal_or_the_new(store: SpillStore, monkeypatch: pytest.MonkeyPatch) -> None:
     save, calls, crash_at = seal(store), list[str](), 0
 
     def call(name: str, real: Any, *arguments: Any) -> Any:

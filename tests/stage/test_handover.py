@@ -158,7 +158,7 @@ def _save_in_a_thread(function: Callable[[], object]) -> threading.Thread:
     return thread
 
 
-def test_a_save_waits_and_says_so_until_the_state_of_the_one_before_is_dropped(
+def test_a_save_waits_until_the_state_before_is_dropped(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(handover, "_REPORT_SECONDS", 0.01)

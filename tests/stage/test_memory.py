@@ -131,7 +131,7 @@ def test_descriptors_and_memory_are_given_back(kind: Kind, tmp_path: Path) -> No
     assert _mapped() < mapped + size
 
 
-def test_pinned_memory_is_unpinned_and_memory_that_cannot_be_pinned_says_so_once(
+def test_memory_is_unpinned_or_stays_so_with_one_word(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     calls: list[tuple[str, int]] = []

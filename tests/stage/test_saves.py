@@ -193,9 +193,7 @@ def _work_on(tensor: torch.Tensor) -> None:
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["blocking", "asynchronous"])
-def test_a_cuda_state_is_that_of_the_call_while_the_gpu_goes_on(
-    root: str, memory_server: S3Server, asynchronous: bool
-) -> None:
+def test_a_cuda_state_is_that_of_the_call(root: str, memory_server: S3Server, asynchronous: bool) -> None:
     base = torch.zeros(2000, 3000, device="cuda")
     state = {"base": base, "t": base.t(), "strided": base[::3, 5:9], "narrow": base[:, 7], "cpu": torch.arange(100)}
     with S3Stager(asynchronous=asynchronous) as stager:
@@ -311,9 +309,7 @@ def _fail_to_pickle_on_one_rank(staging: str) -> None:
 
 
 @pytest.mark.parametrize("staging", ["blocking", "asynchronous"])
-def test_what_can_not_reach_the_checkpoint_process_of_one_rank_fails_the_save_on_all(
-    faulty: FaultyServer, staging: str
-) -> None:
+def test_what_can_not_be_sent_by_one_rank_fails_the_save_on_all(faulty: FaultyServer, staging: str) -> None:
     run_ranks(2, _fail_to_pickle_on_one_rank, staging)
 
 

@@ -68,9 +68,7 @@ def test_values_changed_after_stage_returned_do_not_show(held_up: HeldUp) -> Non
         (lambda w: w.untyped_storage().resize_(0), "freed before it was staged"),
     ],
 )
-def test_a_change_in_place_while_it_is_staged_is_detected(
-    held_up: HeldUp, change: Callable[[Any], Any], message: str
-) -> None:
+def test_a_change_in_place_meanwhile_is_detected(held_up: HeldUp, change: Callable[[Any], Any], message: str) -> None:
     state = {"w": nn.Parameter(torch.ones(10)), "b": torch.ones(2)}
     with S3Stager(asynchronous=True) as stager:
         future = _begin(stager, state)
