@@ -4,7 +4,6 @@ saves without collectives: what each rank hears, and what stays behind."""
 from __future__ import annotations
 
 import contextlib
-import io
 import os
 import pickle
 import threading
@@ -20,8 +19,6 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import StorageMeta
-from torch.distributed.checkpoint.planner import WriteItem
 
 from dcp_s3 import S3StorageReader, S3StorageWriter, errors, latest, list_checkpoints, verify
 from dcp_s3.checkpoint.deletion import Deleter
@@ -49,24 +46,16 @@ pytestmark = pytest.mark.servers("memory")
 _PATIENCE_SECONDS = 60
 
 
-class _Planner(DefaultSavePlanner):
-    """Says when the save is at its first item, and does not go on before it may."""
+class _Planner(WaitingPlanner):
+    """Says when the save is at its first item, and which one it is of."""
 
-    def __init__(self, *, hold: bool = False) -> None:
-        super().__init__()
-        self.writing, self.go = threading.Event(), threading.Event()
-        self.storage_meta: StorageMeta | None = None
-        if not hold:
-            self.go.set()
+    def __init__(self, go: Callable[[], object] = lambda: None) -> None:
+        super().__init__(lambda: (self.writing.set(), go()))
+        self.writing, self.storage_meta = threading.Event(), None
 
     def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
         self.storage_meta = storage_meta
         super().set_up_planner(state_dict, storage_meta, is_coordinator)
-
-    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
-        self.writing.set()
-        assert self.go.wait(_PATIENCE_SECONDS)
-        return super().resolve_data(write_item)
 
 
 def _state(step: int) -> dict[str, Any]:
@@ -83,7 +72,8 @@ def _assert_holds(url: str, step: int) -> None:
 def test_a_save_waits_for_the_one_before_and_has_its_own_arguments(
     root: str, urls: tuple[str, str], asynchronous: bool
 ) -> None:
-    writer, first, second = S3StorageWriter(overwrite=True, metrics={"loss": 1.0}), _Planner(hold=True), _Planner()
+    writer, go = S3StorageWriter(overwrite=True, metrics={"loss": 1.0}), threading.Event()
+    first, second = _Planner(lambda: go.wait(_PATIENCE_SECONDS)), _Planner()
     one, two = (f"{root}/step-{name}" for name in urls)
     begun = dcp.async_save(_state(1), checkpoint_id=one, storage_writer=writer, planner=first)
     assert first.writing.wait(_PATIENCE_SECONDS)
@@ -98,7 +88,7 @@ def test_a_save_waits_for_the_one_before_and_has_its_own_arguments(
     with ThreadPoolExecutor(1) as pool:
         later = pool.submit(save)
         assert not second.writing.wait(0.2)
-        first.go.set()
+        go.set()
         for future in (begun, later):
             future.result(_PATIENCE_SECONDS)  # type: ignore[union-attr]
     _assert_holds(two, 2)

@@ -26,7 +26,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from dcp_s3 import S3Stager, S3StorageReader, S3StorageWriter, Settings
 from dcp_s3.errors import SettingsError, StagingError
 from dcp_s3.stage import stager as stager_module
-from tests.end_to_end.states import assert_same, random_tensor
+from tests.end_to_end.states import assert_same, random_tensor, sharded_tensors
 from tests.faulty import BUCKET, FaultyServer
 from tests.ranks import run_ranks
 from tests.stage.making import PATIENCE, HeldUp, buffers_of, frozen, generations_in_use, stage_once
@@ -109,26 +109,22 @@ def test_where_no_thread_can_be_started_the_other_ranks_learn_of_it(monkeypatch:
 
 
 def _stage_distributed() -> None:
-    from torch.distributed._shard.sharded_tensor import init_from_local_shards
-    from torch.distributed._shard.sharded_tensor.shard import Shard as LocalShard
+    mesh, full = init_device_mesh("cpu", (2,)), torch.arange(28.0).view(7, 4)
+    given, by_spec = sharded_tensors(lambda seed, *shape: random_tensor(shape, torch.float32, seed))
+    state = {"p": nn.Parameter(distribute_tensor(full, mesh, [Shard(0)])), "given": given, "by_spec": by_spec}
 
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    mesh = init_device_mesh("cpu", (ranks,))
-    full = torch.arange(7 * 4.0).view(7, 4)
-    sharded = distribute_tensor(full.clone(), mesh, [Shard(0)])
-    copied = distribute_tensor(full.clone(), mesh, [Replicate()])
-    local = LocalShard.from_tensor_and_offsets(torch.full((2, 3), float(rank)), [2 * rank, 0], rank)
-    old: Any = init_from_local_shards([local], 2 * ranks, 3)
-    staged = stage_once({"s": sharded, "r": copied, "p": nn.Parameter(sharded), "old": old})
-    for tensor in (sharded, copied):
-        tensor.to_local().zero_()
-    local.tensor.fill_(-1)
-    for name, source in (("s", sharded), ("r", copied), ("p", sharded)):
-        assert isinstance(staged[name], DTensor)
-        assert (staged[name].placements, staged[name].device_mesh) == (source.placements, mesh)
-        assert torch.equal(staged[name].full_tensor(), full)
-    assert staged["old"].local_shards()[0].tensor.tolist() == [[float(rank)] * 3] * 2
-    assert staged["old"].size() == old.size()
+    def parts(state: Any) -> list[torch.Tensor]:
+        shards = [*state["given"].local_shards(), *state["by_spec"].local_shards()]
+        return [state["p"].to_local().detach(), *(shard.tensor for shard in shards)]
+
+    before = [part.clone() for part in parts(state)]
+    staged = stage_once(state)
+    for part in parts(state):
+        part.zero_()
+    assert_same(parts(staged), before)
+    assert isinstance(staged["p"], DTensor)
+    assert (staged["p"].placements, staged["p"].device_mesh, staged["p"].shape) == ((Shard(0),), mesh, full.shape)
+    assert (staged["given"].size(), staged["by_spec"].size()) == (given.size(), by_spec.size())
 
 
 def test_distributed_tensors() -> None:
