@@ -17,12 +17,14 @@ from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 from dcp_s3 import S3Stager
 from dcp_s3.stage import handover
+from dcp_s3.stage import stager as stager_module
 from dcp_s3.stage.handover import AsyncSave, StagedState, current_save, wait_for_saves
 from tests.end_to_end.states import assert_same, every_kind, random_tensor
 from tests.s3.waiting import until
@@ -242,10 +244,7 @@ def test_a_save_ends_with_its_thread(ours: bool) -> None:
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_an_interrupt_in_stage_leaves_no_save(monkeypatch: pytest.MonkeyPatch, asynchronous: bool) -> None:
-    def interrupt(*_: Any) -> Any:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(S3Stager, "_stage", interrupt)
+    monkeypatch.setattr(stager_module, "Snapshot", mock.Mock(side_effect=KeyboardInterrupt))
     before = list(handover._saves)
     with pytest.raises(KeyboardInterrupt):
         S3Stager(asynchronous=asynchronous).stage({"w": torch.zeros(3)})

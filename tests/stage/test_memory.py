@@ -225,15 +225,14 @@ def test_a_lease_in_a_cycle_is_found_before_waiting(caplog: pytest.LogCaptureFix
 def test_a_failed_allocation_leaves_the_pool_usable(
     failing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Failing(HostBuffer):
-        def __init__(self, size: int, kind: Any, **options: Any) -> None:
-            if kind == failing:
-                raise StagingError("no room")
-            super().__init__(size, kind, **options)
+    def allocate(size: int, kind: Any, **options: Any) -> HostBuffer:
+        if kind == failing:
+            raise StagingError("no room")
+        return HostBuffer(size, kind, **options)
 
     pool = make_pool(limit=MIB, spill_dir=str(tmp_path), generations=1)
     with monkeypatch.context() as patch:
-        patch.setattr(memory, "HostBuffer", Failing)
+        patch.setattr(memory, "HostBuffer", allocate)
         for _ in range(3):
             with pytest.raises(StagingError, match="no room"):
                 pool.acquire([2 * MIB, MIB])

@@ -13,7 +13,7 @@ import weakref
 import zlib
 from collections.abc import Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -212,14 +212,6 @@ def test_a_cuda_state_is_that_of_the_call(root: str, memory_server: S3Server, as
         assert staged["base"].is_pinned()
 
 
-class _CannotBePickled:
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return self
-
-    def __reduce__(self) -> Any:
-        raise TypeError("a socket, say")
-
-
 def _make_state(mebibytes: int = 4, value: float = 1.0) -> dict[str, Any]:
     """Of a name per rank: DCP would store what is on all ranks only once."""
     rank = dist.get_rank() if dist.is_initialized() else 0
@@ -227,23 +219,14 @@ def _make_state(mebibytes: int = 4, value: float = 1.0) -> dict[str, Any]:
     return {f"of rank {rank}": {"parts": parts, "epoch": 3}}
 
 
-@contextmanager
-def _full_disk() -> Iterator[None]:
-    def no_space(*_: int) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "posix_fallocate", no_space)
-        yield
-
-
 def _cases(directory: str, *, sent: bool) -> Iterator[tuple[Any, ...]]:
     """What fails on which rank with which words; with which settings, state and context; and a state that does not."""
     full, budget = {"staging_limit": "1MiB", "spill_dir": directory}, {"staging_limit": "3MiB"}
+    full_disk = partial(mock.patch.object, os, "posix_fallocate", side_effect=OSError(errno.ENOSPC, "No space left"))
     uncopyable = {**_make_state(), "extra": {"lock": threading.Lock()}}
-    unsendable = {**_make_state(), "extra": _CannotBePickled()}
+    unsendable = {**_make_state(), "extra": lambda: None}  # nobody pickles it
     for name, rank, words, settings, bad, breaks, size in (
-        ("full disk", 1, "No space left on device", full, _make_state(), _full_disk, 4),
+        ("full disk", 1, "No space left", full, _make_state(), full_disk, 4),
         ("over budget", 1, "DCP_S3_STAGING_LIMIT", budget, _make_state(), nullcontext, 2),
         ("uncopyable", 0, "'extra.lock'", {}, uncopyable, nullcontext, 4),
         *[("unsendable", 0, "to the checkpoint process", {}, unsendable, nullcontext, 4)] * sent,

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any, NamedTuple
+from unittest import mock
 
 import hypothesis.strategies as st
 import numpy as np
@@ -98,11 +99,8 @@ def test_close_waits_for_the_copy_and_what_is_copied_stays(held_up: HeldUp) -> N
 
 
 def test_where_no_thread_can_be_started_the_other_ranks_learn_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(_: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
     with S3Stager(asynchronous=True) as stager:
-        monkeypatch.setattr(threading.Thread, "start", refuse)
+        monkeypatch.setattr(threading.Thread, "start", mock.Mock(side_effect=RuntimeError("can't start new thread")))
         monkeypatch.setattr(stager_module, "world_size", lambda: 2)
         staged: Any = _begin(stager, {"w": torch.ones(3)}).result(PATIENCE)
     assert "can't start new thread" in str(staged.error)
@@ -153,10 +151,7 @@ def test_a_fraction_is_measured_and_shared_by_the_ranks_of_the_host(monkeypatch:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     assert S3Stager({"staging_limit": "50%"})._pool.limit == 10 * 2**20
 
-    def fail() -> int:
-        raise OSError("not Linux")
-
-    monkeypatch.setattr(stager_module, "measure_available", fail)
+    monkeypatch.setattr(stager_module, "measure_available", mock.Mock(side_effect=OSError("not Linux")))
     assert S3Stager({"staging_limit": "8MiB"})._pool.limit == 8 * 2**20
     assert S3Stager()._pool.limit is None
     with pytest.raises(OSError, match="not Linux"):
