@@ -28,7 +28,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from dcp_s3 import S3StorageWriter, errors, events, verify
-from dcp_s3.format.control_files import Manifest
+from dcp_s3.format.layout import manifest_object
 from dcp_s3.format.metadata import load_metadata
 from dcp_s3.save import split
 from dcp_s3.save.plan import item_size, plan_buckets
@@ -294,24 +294,19 @@ _FROM_CACHE = [False, True, False, False, True]
 
 def _assert_complete(server: S3Server, bucket: str, name: str) -> set[str]:
     """The checkpoint refers to itself only, and to all that lies there; returns the random parts of its names."""
-    url = f"s3://{bucket}/{name}"
-    objects = {key.removeprefix(f"{name}/"): key for key in server.handle.objects(bucket) if key.startswith(f"{name}/")}
+    url, objects = f"s3://{bucket}/{name}", server.handle.objects(bucket)
     raw = server.handle.read(bucket, f"{name}/.metadata")
     metadata = load_metadata(raw, url=url)
-    referred = {info.relative_path for info in metadata.storage_data.values()}
-    assert referred == {path for path in objects if path.endswith(".distcp")}
-    assert metadata.storage_meta.checkpoint_id == url
-    assert {index.fqn for index in metadata.storage_data} == set(metadata.state_dict_metadata)
-    others = set(re.findall(rb"s3://[\w./-]+", raw)) - {url.encode()}
-    assert not others
-    (manifest_path,) = (path for path in objects if path.startswith(".dcp_s3/manifest-"))
-    assert metadata.storage_meta.save_id in manifest_path
-    manifest = Manifest.from_json(server.handle.read(bucket, objects[manifest_path]))
-    assert {entry.path for entry in manifest.objects} == referred
-    assert {entry.path: entry.size for entry in manifest.objects} == {
-        path: server.handle.objects(bucket)[objects[path]] for path in referred
+    paths = {info.relative_path for info in metadata.storage_data.values()}
+    assert {f"{name}/{path}" for path in paths} == {
+        key for key in objects if key.startswith(f"{name}/") and key.endswith(".distcp")
     }
-    return {re.findall(r"-([0-9a-f]+)\.distcp$", path)[0] for path in referred} | {metadata.storage_meta.save_id}
+    assert {index.fqn for index in metadata.storage_data} == set(metadata.state_dict_metadata)
+    assert metadata.storage_meta.checkpoint_id == url
+    assert set(re.findall(rb"s3://[\w./-]+", raw)) == {url.encode()}
+    assert f"{name}/{manifest_object(metadata.storage_meta.save_id)}" in objects
+    assert verify(url, full=True).ok
+    return {re.findall(r"-([0-9a-f]+)\.distcp$", path)[0] for path in paths} | {metadata.storage_meta.save_id}
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])

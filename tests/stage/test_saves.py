@@ -61,7 +61,7 @@ class _Job:
                 self.sharded[name] = distribute_tensor(torch.zeros(shape), mesh, [placement])
         self.tensors = {str(dtype): torch.zeros(5, 7, dtype=dtype) for dtype in DTYPES}
         self.tensors |= {"base": torch.zeros(60, 40), "large": torch.zeros(1_500_000)}  # 6 MB
-        self.values: dict[str, Any] = {"list": [0, [0], {"x": 0}], "none": None}
+        self.values: dict[str, Any] = {"list": [0, {"x": 0}], "none": None}
         self.change(step)
 
     def change(self, step: int) -> None:
@@ -70,9 +70,7 @@ class _Job:
             local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
             seed = zlib.crc32(f"{self.own}/{name}/{step}".encode())
             local.copy_(random_tensor(tuple(local.shape), local.dtype, seed))
-        self.values["list"][0] = step
-        self.values["list"][1][0] = step + 10
-        self.values["list"][2]["x"] = step + 20
+        self.values["list"][0] = self.values["list"][1]["x"] = step
         self.values.update(text=f"step {step}", bytes=bytes([step]), number=step / 7)
 
     def state(self) -> dict[str, Any]:
