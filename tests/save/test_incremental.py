@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -55,10 +56,14 @@ class Training:
 
 
 @pytest.fixture
-def training(faulty: FaultyServer, monkeypatch: pytest.MonkeyPatch) -> Training:
+def training(
+    faulty: FaultyServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> Iterator[Training]:
     for module in (server_store, incremental):
         monkeypatch.setattr(module, "MIN_PART_SIZE", SMALLEST)
-    return Training(faulty)
+    yield Training(faulty)
+    refused = [each.getMessage() for each in caplog.get_records("call") if "is sent" in each.getMessage()]
+    assert refused == [], "S3 takes no smaller parts, and every copy is what was saved"
 
 
 def make_state(sizes: dict[str, int], value: int = 0) -> dict[str, Any]:

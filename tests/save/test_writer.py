@@ -38,7 +38,7 @@ from tests.end_to_end.loads import assert_loads
 from tests.memory_store import MemoryStore
 from tests.ranks import run_ranks
 from tests.servers import S3Server
-from tests.stage.making import PROCESS, WaitingPlanner, no_collector
+from tests.stage.making import WaitingPlanner, no_collector
 
 pytestmark = pytest.mark.servers("memory")
 
@@ -165,23 +165,6 @@ def test_two_saves_that_meet_are_refused(root: str, bucket: str, memory_server: 
     assert not [key for key in left if key.endswith(".metadata")]
     if not cached:
         assert left == []  # refused before a byte moved
-
-
-def _save_in_processes(url: str) -> None:
-    """By writers that have their URL, and that get it with the save; the process and its stagers are the same."""
-    state = {"w": torch.full((3,), 4.0)}
-    for name, writer, how in (
-        ("1", S3StorageWriter(f"{url}/1"), {}),
-        ("2", S3StorageWriter(), {"checkpoint_id": f"{url}/2"}),
-    ):
-        how |= {"process_group": dist.group.WORLD, "async_checkpointer_type": PROCESS}
-        metadata: Any = dcp.async_save(state, storage_writer=writer, **how).result(_PATIENCE_SECONDS)
-        assert metadata.storage_meta.checkpoint_id == f"{url}/{name}"
-        assert_loads(f"{url}/{name}", state)
-
-
-def test_saves_in_another_process(root: str) -> None:
-    run_ranks(2, _save_in_processes, root)
 
 
 def test_a_writer_that_was_pickled_writes(root: str, memory_server: S3Server) -> None:

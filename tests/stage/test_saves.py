@@ -108,9 +108,12 @@ def _save_three(url: str, directory: str, stager_name: str, kind: AsyncCheckpoin
         for step in range(3):
             if step:
                 job.change(step)
+            # A writer has its URL, or gets it with the save.
+            writer = S3StorageWriter(None if step else f"{url}/0", settings={"part_size": "5MiB"})
             answer: Any = dcp.async_save(
                 job.state(),
-                storage_writer=S3StorageWriter(f"{url}/{step}", settings={"part_size": "5MiB"}),
+                checkpoint_id=f"{url}/{step}" if step else None,
+                storage_writer=writer,
                 planner=WaitingPlanner(partial(until, go[step].exists)),
                 async_checkpointer_type=kind,
                 async_stager=stager,
@@ -123,8 +126,8 @@ def _save_three(url: str, directory: str, stager_name: str, kind: AsyncCheckpoin
             uploads.append(answer)
         job.change(3)
         go[-1].touch()
-        for upload in uploads:
-            upload.result(PATIENCE)
+        found = [upload.result(PATIENCE).storage_meta.checkpoint_id for upload in uploads]
+    assert found == [f"{url}/{step}" for step in range(3)] or rank
     for step in range(3):
         _assert_saved(f"{url}/{step}", step)
     if stager is not None:
