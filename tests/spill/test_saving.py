@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import errno
-import gc
+import itertools
 import os
 import random
 import shutil
@@ -51,6 +51,7 @@ from tests.spill.making import (
     refuse_writes,
     small_state,
 )
+from tests.stage.making import no_collector
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 
@@ -157,27 +158,28 @@ def test_a_full_disk_fails_no_save_that_is_on_s3_but_for_an_upload(
     assert_complete(url, large_state(1))
 
 
-@pytest.mark.parametrize("outage", ["refuses", "is silent", "stalls", "refuses in the middle"])
-def test_s3_durability_waits_for_s3(draining: Spill, outage: str) -> None:
+@pytest.mark.parametrize(
+    ("outage", "settings"),
+    [
+        ("refuses", {"spill_after": 0.5}), ("is silent", {"spill_after": 0.5}),
+        ("stalls", {"spill_after": 5.0, "stall_timeout": 0.5}), ("refuses in the middle", {"spill_after": 2.0}),
+    ],
+)  # fmt: skip
+def test_s3_durability_waits_for_s3(draining: Spill, outage: str, settings: dict[str, Any]) -> None:
     spill, url, state = draining, draining.url("step-1"), {"large": torch.randn(4 * MIB)}
-    sent, back, sent_first = list[Any](), threading.Event(), outage == "refuses in the middle"
+    sent, back = itertools.count(), threading.Event()
 
     def rule(request: Any) -> Fault | None:
-        if request.operation != "UploadPart" and outage != "stalls":
-            return refuse_all(request) if outage == "refuses" else None
-        if outage in ("is silent", "stalls"):
+        is_part = request.operation == "UploadPart"
+        if outage == "refuses" or (outage == "refuses in the middle" and is_part and next(sent) >= 2):
+            return refuse_all(request)
+        if outage == "stalls" or (outage == "is silent" and is_part):
             assert back.wait(LONG)
             return Fault.reset()
-        if sent_first and len(sent) < 2:
-            sent.append(request)
-            return None
-        return refuse_all(request)
+        return None
 
     spill.server.rule = rule
-    settings: dict[str, Any] = {"spill_after": 2.0 if sent_first else 0.5, "concurrency": 1}
-    if outage == "stalls":
-        settings = {"spill_after": 5.0, "stall_timeout": 0.5}
-    future: Any = dcp.async_save(state, storage_writer=spill.writer(url, settings))
+    future: Any = dcp.async_save(state, storage_writer=spill.writer(url, {"concurrency": 1, **settings}))
     until(lambda: bool(list(spill.path.glob("saves/*-commit-*"))))
     assert not future.done()
     spill.server.rule = allow_all
@@ -278,15 +280,11 @@ def test_a_state_that_was_spilled_is_let_go_of(
     state = {"large": torch.frombuffer(lease, dtype=torch.float32).fill_(1)}
     del lease
     spill.server.rule = refuse
-    gc.collect()
-    gc.disable()
-    try:
+    with no_collector():
         dcp.save(state, storage_writer=spill.writer(spill.url("step-1")))
         assert spill.data().journal.objects
         del state
         assert alive() is None
-    finally:
-        gc.enable()
 
 
 def test_who_waits_hears_why(draining: Spill) -> None:

@@ -39,11 +39,41 @@ from tests.memory_s3 import Fault
 from tests.ranks import run_ranks
 from tests.s3.waiting import until
 from tests.servers import S3Server
-from tests.stage.making import MIB, PATIENCE, PROCESS, STAGERS, THREAD, Saver, WaitingPlanner, no_collector
+from tests.stage.making import MIB, PATIENCE, WaitingPlanner, no_collector
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 
 ROOT = f"s3://{BUCKET}"
+THREAD, PROCESS = AsyncCheckpointerType.THREAD, AsyncCheckpointerType.PROCESS
+STAGERS = ["blocking", "asynchronous", "writer"]
+
+
+class Saver:
+    def __init__(
+        self,
+        staging: str,
+        kind: AsyncCheckpointerType = THREAD,
+        settings: dict[str, Any] | None = None,
+        generations: int = 2,
+    ) -> None:
+        self._settings, self._kind = settings or {}, kind
+        # The writer's own stager belongs to the process and its settings: the same one each time.
+        asynchronous = staging == "asynchronous"
+        self.stager = None if staging == "writer" else S3Stager(self._settings, asynchronous=asynchronous)
+        if self.stager is not None:
+            self.stager._pool.generations = generations
+
+    def save(self, url: str, state: dict[str, Any], **options: Any) -> Future[Any]:
+        """The future of the upload; it has been staged."""
+        answer: Any = dcp.async_save(
+            state,
+            storage_writer=S3StorageWriter(url, settings=self._settings, overwrite=options.pop("overwrite", False)),
+            async_stager=self.stager,
+            async_checkpointer_type=self._kind,
+            **options,
+        )
+        upload: Future[Any] = answer.upload_completion if isinstance(answer, AsyncSaveResponse) else answer
+        return upload
 
 
 class _Job:

@@ -27,11 +27,25 @@ from torch.testing._internal.two_tensor import TwoTensor
 from dcp_s3 import S3Stager, S3StorageWriter, Settings
 from dcp_s3.errors import SettingsError, StagingError
 from dcp_s3.stage import stager as stager_module
+from dcp_s3.stage.snapshot import Snapshot
 from tests.end_to_end.loads import load
 from tests.end_to_end.states import assert_same, random_tensor, sharded_tensors
 from tests.faulty import BUCKET, FaultyServer
 from tests.ranks import run_ranks
-from tests.stage.making import PATIENCE, HeldUp, buffers_of, frozen, generations_in_use, stage_once
+from tests.stage.making import PATIENCE, buffers_of, frozen, generations_in_use
+
+
+class HeldUp:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.go, self.reached = threading.Event(), threading.Event()
+        copy = Snapshot.copy
+
+        def wait(*arguments: Any) -> Any:
+            self.reached.set()
+            assert self.go.wait(PATIENCE)
+            return copy(*arguments)
+
+        monkeypatch.setattr(Snapshot, "copy", wait)
 
 
 @pytest.fixture
@@ -110,7 +124,7 @@ def _stage_distributed() -> None:
         return [state["p"].to_local().detach(), *(shard.tensor for shard in shards)]
 
     before = [part.clone() for part in parts(state)]
-    staged = stage_once(state)
+    staged = S3Stager().stage_now(state)
     for part in parts(state):
         part.zero_()
     assert_same(parts(staged), before)
@@ -204,7 +218,7 @@ def test_tensors_that_are_no_plain_memory(kind: str) -> None:
         return [part.tolist() for part in plain.unbind()]
 
     original, expected = _APART[kind](), _APART[kind]()
-    staged = stage_once({"s": original, "m": torch.empty(3, 4, device="meta")})
+    staged = S3Stager().stage_now({"s": original, "m": torch.empty(3, 4, device="meta")})
     if kind == "quantized":
         original.copy_(torch.zeros(12))
     else:
@@ -219,7 +233,7 @@ class _Marked(torch.Tensor):
 
 def test_wrappers_of_tensors_and_subclasses_with_memory_of_their_own() -> None:
     a, b, marked = torch.arange(4.0), torch.ones(4), torch.arange(5.0).as_subclass(_Marked)
-    staged = stage_once({"w": TwoTensor(a, b), "p": nn.Parameter(TwoTensor(a, b)), "a": a, "m": marked})
+    staged = S3Stager().stage_now({"w": TwoTensor(a, b), "p": nn.Parameter(TwoTensor(a, b)), "a": a, "m": marked})
     for tensor in (a, b, marked):
         torch.Tensor.zero_(tensor)
     for name in "wp":
@@ -277,7 +291,7 @@ def test_containers_keep_their_kind_and_what_they_share() -> None:
         "array": array,
         "set": {holder.value["w"]},
     }
-    staged = stage_once(state)
+    staged = S3Stager().stage_now(state)
     for name, value in state.items():
         assert type(staged[name]) is type(value), name
     assert list(staged["ordered"]) == list(ordered)
@@ -303,7 +317,7 @@ def test_what_can_not_be_copied_is_named() -> None:
         ({"w": freed}, r"'model.w'.*get_state_dict"),
     ):
         with pytest.raises(StagingError, match=message):
-            stage_once({"model": state})
+            S3Stager().stage_now({"model": state})
 
 
 @st.composite
@@ -329,7 +343,7 @@ _trees = st.recursive(
 
 @given(st.dictionaries(st.text(max_size=3), _trees, max_size=6))
 def test_random_views_survive_bit_by_bit(state: dict[str, Any]) -> None:
-    expected, staged = frozen(state), stage_once(state)
+    expected, staged = frozen(state), S3Stager().stage_now(state)
     for base in _BASES:
         base.bitwise_not_()
     try:
