@@ -78,15 +78,6 @@ def make_store(spill: Spill, **settings: Any) -> SpillingStore:
     return SpillingStore(store, spill.store, f"s3://{BUCKET}/run", "save", 0)
 
 
-def put_all(store: SpillingStore) -> list[bool]:
-    """Put the objects; whether each was spilled."""
-    with store.batch(total=3 * MIB, keys=KEYS) as batch, ThreadPoolExecutor(3) as pool:
-        stored = dict(zip(KEYS, pool.map(lambda key: batch.put_stream(key, MIB, Object(DATA[key])), KEYS), strict=True))
-        batch.settle()
-    assert {key: each.crc64nvme for key, each in stored.items()} == {k: crc64nvme(each) for k, each in DATA.items()}
-    return [each.spilled for each in stored.values()]
-
-
 def refuse_b(request: Any) -> Fault | None:
     return refuse_all(request) if request.key == "run/b" else None
 
@@ -107,7 +98,11 @@ def test_what_s3_does_not_take_is_spilled_and_drained(
     spill: Spill, settings: dict[str, Any], rule: Any, spilled: str
 ) -> None:
     spill.server.rule = rule
-    assert put_all(make_store(spill, **settings)) == [name in spilled for name in "abc"]
+    with make_store(spill, **settings).batch(total=3 * MIB, keys=KEYS) as batch, ThreadPoolExecutor(3) as pool:
+        stored = list(pool.map(lambda key: batch.put_stream(key, MIB, Object(DATA[key])), KEYS))
+        batch.settle()
+    assert [each.crc64nvme for each in stored] == [crc64nvme(DATA[key]) for key in KEYS]
+    assert [each.spilled for each in stored] == [name in spilled for name in "abc"]
     saves = spill.store.scan()
     assert [(save.journal.state, save.journal.keys) for save in saves] == [(State.SEALED, tuple(KEYS))] * bool(spilled)
     assert {each.entry.path for save in saves for each in save.journal.objects} == set(spilled)
