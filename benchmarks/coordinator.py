@@ -28,6 +28,7 @@ import itertools
 import json
 import os
 import pickle
+import secrets
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -63,7 +64,7 @@ from benchmarks.units import MIB
 from dcp_s3 import S3LoadPlanner, S3StorageReader, S3StorageWriter, Settings
 from dcp_s3.format.blocks import Blocks, block_size, make_storage_info
 from dcp_s3.format.control_files import ObjectEntry
-from dcp_s3.format.layout import METADATA, data_object, new_nonce
+from dcp_s3.format.layout import METADATA, data_object
 from dcp_s3.load.messages import Offer
 from dcp_s3.s3.store import S3Store
 from dcp_s3.save.objects import ItemWriteResult
@@ -229,7 +230,7 @@ def _write_item(
 
 def results_of(rank: int, plan: SavePlan) -> list[WriteResult]:
     """What a rank's `write_data` returns: one object with all items."""
-    path, offset, results = data_object(rank, 0, new_nonce()), 0, []
+    path, offset, results = data_object(rank, 0, secrets.token_hex(8)), 0, []
     entry = ObjectEntry(path, _NBYTES * len(plan.items), os.urandom(8).hex())
     for item in plan.items:
         nbytes = 0 if item.tensor_data is None else 4 * item.tensor_data.chunk.sizes.numel()

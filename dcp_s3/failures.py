@@ -134,16 +134,12 @@ def called_by_dcp(method: F) -> F:
 
 def frames_of_others(error: BaseException) -> str:
     """Where an error that is none of dcp_s3's was raised, as text for the log; empty if all causes are of dcp_s3."""
-    for cause, frames in _of_ranks(error) or [(error, traceback.extract_tb(error.__traceback__))]:
+    failures: Any = getattr(error, "failures", None)  # of torch's CheckpointException: cause and frames of each rank
+    of_ranks = [each for each in failures.values() if type(each) is tuple] if type(failures) is dict else []
+    for cause, frames in of_ranks or [(error, traceback.extract_tb(error.__traceback__))]:
         if not isinstance(cause, errors.DcpS3Error) and frames:
             return "\nTraceback (most recent call last):\n" + "".join(traceback.format_list(frames[-_MOST_FRAMES:]))
     return ""
-
-
-def _of_ranks(error: BaseException) -> list[Any]:
-    """Cause and frames of each rank, of torch's CheckpointException; nothing of other errors."""
-    failures: Any = getattr(error, "failures", None)
-    return [each for each in failures.values() if type(each) is tuple] if type(failures) is dict else []
 
 
 def without_tracebacks(error: BaseException) -> None:
@@ -154,7 +150,9 @@ def without_tracebacks(error: BaseException) -> None:
         if id(link) not in seen:
             seen.add(id(link))
             link.__traceback__ = None
-            causes = (link.__cause__, link.__context__, *(each[0] for each in _of_ranks(link)))
+            failures: Any = getattr(link, "failures", None)
+            of_ranks = failures.values() if type(failures) is dict else ()
+            causes = (link.__cause__, link.__context__, *(each[0] for each in of_ranks if type(each) is tuple))
             links += [each for each in causes if isinstance(each, BaseException)]
 
 

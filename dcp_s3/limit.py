@@ -36,11 +36,6 @@ class Deadline:
     at: float
     """In seconds of time.monotonic."""
 
-    @classmethod
-    def start(cls, setting: str, seconds: float | None) -> Deadline | None:
-        """A deadline ``seconds`` from now; None for None."""
-        return None if seconds is None else cls(setting, seconds, time.monotonic() + seconds)
-
     @property
     def left(self) -> float:
         """Seconds until the deadline, 0 if it has passed."""

@@ -100,11 +100,6 @@ class Piece:
         return self.crc
 
 
-def crc_of(pieces: Sequence[Piece]) -> int:
-    """CRC-64/NVME of the bytes of pieces that were sent, together."""
-    return combine_crc64nvme((piece.checksum(), piece.size) for piece in pieces)
-
-
 class ReadTarget:
     """Memory (``view``) to receive a run of bytes into, and the CRC-64/NVME (``crc``) of those that have arrived; None
     if it was not asked for."""

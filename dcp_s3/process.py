@@ -43,7 +43,7 @@ def world_size() -> int:
     """Number of ranks; 1 without a process group."""
     import torch.distributed as dist
 
-    return dist.get_world_size() if is_initialized() else 1
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
 # --- the launcher of the job -------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import contextlib
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,7 +19,6 @@ from dcp_s3.units import format_size
 SelfStore = TypeVar("SelfStore", bound="Store")
 T = TypeVar("T")
 U = TypeVar("U")
-SelfBatch = TypeVar("SelfBatch", bound="Batch")
 
 Moved = Callable[[int], None]
 """Called with the number of bytes that have just arrived."""
@@ -163,9 +163,6 @@ class ReadWidth:
 
     def moved(self, count: int) -> None:
         """Note that ``count`` bytes have arrived. Called by any thread."""
-
-    def close(self) -> None:
-        """Adapt it no more."""
 
 
 class Store(abc.ABC):
@@ -320,11 +317,12 @@ class Store(abc.ABC):
         return results
 
 
-class Batch(abc.ABC):
+class Batch(contextlib.AbstractContextManager["Batch"]):
     """Data objects that are written together, by any number of threads.
 
-    A context manager, which owns the threads and what bounds the memory in flight. An exception that leaves it cancels
-    what is under way, and removes the objects that it has written. In any case nothing is under way afterwards.
+    A context manager, which owns the threads and what bounds the memory in flight. When it is left, what was written
+    is durable. An exception that leaves it cancels what is under way, and removes the objects that it has written. In
+    any case nothing is under way afterwards.
     """
 
     chunk_size: int = 2**24
@@ -353,9 +351,6 @@ class Batch(abc.ABC):
         """
         return False
 
-    def settle(self) -> None:  # noqa: B027 - most batches have nothing to do
-        """Make what was written durable."""
-
     @property
     def progress(self) -> str:
         """How far it has come, for messages."""
@@ -364,14 +359,6 @@ class Batch(abc.ABC):
     @abc.abstractmethod
     def stop(self) -> None:
         """Make everything under way fail soon."""
-
-    def __enter__(self: SelfBatch) -> SelfBatch:
-        return self
-
-    @abc.abstractmethod
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
-    ) -> None: ...
 
 
 class PlainBatch(Batch):

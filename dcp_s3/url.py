@@ -54,8 +54,7 @@ class CheckpointURL:
 
 def is_s3_url(value: object) -> bool:
     """Whether ``value`` is text or a path that starts with ``s3:/`` (any case). The rest is not checked."""
-    text = os.fspath(value) if isinstance(value, os.PathLike) else value
-    return isinstance(text, str) and text[: len(_FOLDED)].lower() == _FOLDED
+    return isinstance(value, (str, os.PathLike)) and os.fspath(value)[: len(_FOLDED)].lower() == _FOLDED
 
 
 def parse_url(value: URLLike) -> CheckpointURL:
@@ -68,14 +67,14 @@ def parse_url(value: URLLike) -> CheckpointURL:
         InvalidURLError: another scheme; a missing or bad bucket name; an empty, ``.`` or ``..`` path segment; or a
             prefix too long for the names below it (S3 keys have at most 1024 bytes).
     """
-    if not is_s3_url(value):
-        if not isinstance(value, (str, os.PathLike)):
-            raise InvalidURLError(
-                f"the URL is a {type(value).__name__}, expected s3://bucket/prefix as text. The state goes to "
-                "dcp.save or dcp.load. Remedy: S3StorageWriter('s3://bucket/prefix')"
-            )
-        raise InvalidURLError(f"{value!r} is not an S3 URL: expected s3://bucket/prefix")
+    if not isinstance(value, (str, os.PathLike)):
+        raise InvalidURLError(
+            f"the URL is a {type(value).__name__}, expected s3://bucket/prefix as text. The state goes to dcp.save or "
+            "dcp.load. Remedy: S3StorageWriter('s3://bucket/prefix')"
+        )
     text = os.fspath(value)
+    if text[: len(_FOLDED)].lower() != _FOLDED:
+        raise InvalidURLError(f"{value!r} is not an S3 URL: expected s3://bucket/prefix")
     rest = text[len(_FOLDED) :].removeprefix("/")
     arn = re.match(r"arn:[A-Za-z0-9:_.-]*?:accesspoint[:/][A-Za-z0-9_.-]+", rest)
     bucket, _, prefix = (arn[0], "", rest[arn.end() + 1 :]) if arn else rest.partition("/")

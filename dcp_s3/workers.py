@@ -58,7 +58,7 @@ class Workers:
         """
         future: Future[Any] = Future()
         with self._changed:
-            while self.is_full and not (cancel is not None and cancel.is_set()):
+            while self._unfinished >= self._count + self._waiting and not (cancel is not None and cancel.is_set()):
                 self._changed.wait(0.5)
             if cancel is not None and cancel.is_set():
                 raise Cancelled

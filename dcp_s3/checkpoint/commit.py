@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 
 from dcp_s3 import errors
 from dcp_s3.checkpoint.commit_state import (
-    Beginning,
     Previous,
     SaveIdentity,
     exists_error,
@@ -38,6 +37,25 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
 
 logger = logging.getLogger(__name__)
+
+LATE = 1800.0
+"""Seconds after which a save looks for its objects before and after its commit: half of the shortest grace period, for
+which a prune leaves them alone."""
+
+
+@dataclass(frozen=True)
+class Beginning:
+    """When a save began."""
+
+    at: float = field(default_factory=time.time)
+    """Seconds since the epoch."""
+    monotonic: float | None = field(default_factory=time.monotonic)
+    """Seconds of time.monotonic; None if another process began the save."""
+
+    def is_late(self) -> bool:
+        """Whether `LATE` seconds have passed on either clock: one may be set back, the other stops in host sleep."""
+        awake = 0.0 if self.monotonic is None else time.monotonic() - self.monotonic
+        return max(awake, time.time() - self.at) > LATE
 
 
 @dataclass(frozen=True)

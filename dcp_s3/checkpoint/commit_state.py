@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from itertools import chain
 from typing import TYPE_CHECKING
@@ -15,7 +14,6 @@ from dcp_s3 import errors
 from dcp_s3.checkpoint.directory import list_directory
 from dcp_s3.format.control_files import AttachmentEntry, DeletionList, Manifest, ObjectEntry
 from dcp_s3.format.layout import METADATA_CRC_KEY, SAVE_ID_KEY, manifest_object, metadata_object
-from dcp_s3.memory import crc64nvme, crc_hex
 from dcp_s3.process import torch_imported_alone
 from dcp_s3.store import ObjectHead, Store, StoredObject
 from dcp_s3.url import CheckpointURL
@@ -24,10 +22,6 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
 
 logger = logging.getLogger(__name__)
-
-LATE = 1800.0
-"""Seconds after which a save looks for its objects before and after its commit: half of the shortest grace period, for
-which a prune leaves them alone."""
 
 
 @dataclass(frozen=True)
@@ -192,14 +186,6 @@ def not_found_error(
     )
 
 
-def find_crc_mismatch(stored: StoredObject) -> str | None:
-    """How a manifest differs from the CRC-64/NVME in its user metadata; None if it does not, or has none there."""
-    found, recorded = crc_hex(crc64nvme(stored.data)), stored.metadata.get(METADATA_CRC_KEY)
-    if recorded is None or recorded == found:
-        return None
-    return f"its CRC-64/NVME is {found}, recorded was {recorded}"
-
-
 def check_metadata(stored: StoredObject, url: CheckpointURL, rank: int | None = None) -> Metadata:
     """The metadata in a fetched object: ``.metadata``, or the one of ``rank``. See `load_metadata`."""
     with torch_imported_alone():
@@ -210,21 +196,6 @@ def check_metadata(stored: StoredObject, url: CheckpointURL, rank: int | None = 
 
 
 # --- whether the objects of a slow save are still there ------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Beginning:
-    """When a save began."""
-
-    at: float = field(default_factory=time.time)
-    """Seconds since the epoch."""
-    monotonic: float | None = field(default_factory=time.monotonic)
-    """Seconds of time.monotonic; None if another process began the save."""
-
-    def is_late(self) -> bool:
-        """Whether `LATE` seconds have passed on either clock: one may be set back, the other stops in host sleep."""
-        awake = 0.0 if self.monotonic is None else time.monotonic() - self.monotonic
-        return max(awake, time.time() - self.at) > LATE
 
 
 def find_loss(store: Store, url: CheckpointURL, objects: Sequence[ObjectEntry]) -> str | None:

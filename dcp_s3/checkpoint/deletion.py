@@ -15,6 +15,7 @@ saves may be about to commit. A deletion that was cut off is finished by the nex
 from __future__ import annotations
 
 import logging
+import secrets
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -37,7 +38,6 @@ from dcp_s3.format.layout import (
     deletion_object,
     is_merged,
     metadata_object,
-    new_nonce,
 )
 from dcp_s3.format.saved_entries import needed_objects
 from dcp_s3.limit import Deadline, Limit
@@ -194,7 +194,7 @@ class Deleter:
             # Whatever goes first, the list must not make a part of it look like a checkpoint.
             objects = {each.path: each.etag for each in removal if each.kind.what is not What.COMMIT}
             listed = DeletionList(None, {}, objects)
-            self._delete_listed(url, deletion_id(None, new_nonce()), listed, removal, look)
+            self._delete_listed(url, deletion_id(None, secrets.token_hex(8)), listed, removal, look)
         return Deletion.of(url.name, removal)
 
     def delete_leftovers(self, url: CheckpointURL, planned: Sequence[LeftoverObject], *, since: float) -> Deletion:
@@ -225,7 +225,7 @@ class Deleter:
 
         # Without ETags: it is beside a checkpoint, so that nobody may finish this without a look.
         listed = DeletionList(None, {}, {each.path: "" for each in removal})
-        self._delete_listed(url, deletion_id(None, new_nonce()), listed, removal, look)
+        self._delete_listed(url, deletion_id(None, secrets.token_hex(8)), listed, removal, look)
         return Deletion.of(url.name, removal)
 
     # --- steps of each deletion -----------------------------------------------------------------
@@ -250,7 +250,7 @@ class Deleter:
     ) -> None:  # fmt: skip
         """Write the list of a deletion (its id), look once more, and delete. With a deadline: what was committed, whose
         commits must be gone by then. Without: what never was, so that it looks before each request."""
-        key, begun = url.key(deletion_object(deletion, new_nonce())), False
+        key, begun = url.key(deletion_object(deletion, secrets.token_hex(8))), False
         watch = look if deadline is None else None
         *commits, others = _steps(removal)
         # From these somebody else would write the commit of a joint save once more, when it is gone.

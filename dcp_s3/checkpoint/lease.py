@@ -13,6 +13,7 @@ import logging
 import math
 import os
 import platform
+import secrets
 import threading
 import time
 from collections.abc import Collection, Iterator
@@ -20,7 +21,7 @@ from dataclasses import replace
 
 from dcp_s3 import errors
 from dcp_s3.checkpoint.directory import list_directory
-from dcp_s3.format.layout import DELETION_PREFIX, lease_object, metadata_object, new_save_id
+from dcp_s3.format.layout import DELETION_PREFIX, lease_object, metadata_object
 from dcp_s3.limit import Limit
 from dcp_s3.store import Store
 from dcp_s3.url import CheckpointURL
@@ -52,7 +53,7 @@ class ReaderLease:
         """Write the lease. Without the permission there is only a warning."""
         if self._seconds is None:
             return
-        key = self._url.key(lease_object(new_save_id(), self._seconds))
+        key = self._url.key(lease_object(secrets.token_hex(8), self._seconds))
         try:
             self._store.put(key, self._body)
         except errors.AccessDeniedError as error:

@@ -16,14 +16,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from dcp_s3 import errors
-from dcp_s3.checkpoint.commit_state import check_metadata, find_crc_mismatch
+from dcp_s3.checkpoint.commit_state import check_metadata
 from dcp_s3.checkpoint.directory import Directory, list_directory
 from dcp_s3.checkpoint.info import CheckpointInfo, LeftoverObject, summarize
 from dcp_s3.format.control_files import AddedMetrics, Manifest
 from dcp_s3.format.layout import METADATA, METADATA_CRC_KEY, METRICS, PIN, SAVE_ID_KEY, What, manifest_object
 from dcp_s3.format.saved_entries import needed_objects
+from dcp_s3.memory import crc64nvme, crc_hex
 from dcp_s3.process import is_newer_than_installed
-from dcp_s3.store import ListedObject, Page, Store, same_etag
+from dcp_s3.store import ListedObject, Page, Store, StoredObject, same_etag
 from dcp_s3.url import CheckpointURL
 
 logger = logging.getLogger(__name__)
@@ -211,6 +212,14 @@ def find_damage(store: Store, url: CheckpointURL, seen: Inspected | None = None)
         if (damage := directory.describe_damage(needed)) is not None:
             return damage
     return None if directory.commits else "it was deleted meanwhile"
+
+
+def find_crc_mismatch(stored: StoredObject) -> str | None:
+    """How a manifest differs from the CRC-64/NVME in its user metadata; None if it does not, or has none there."""
+    found, recorded = crc_hex(crc64nvme(stored.data)), stored.metadata.get(METADATA_CRC_KEY)
+    if recorded is None or recorded == found:
+        return None
+    return f"its CRC-64/NVME is {found}, recorded was {recorded}"
 
 
 def tell_unreadable(unreadable: Mapping[str, str], loadable: str | None) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import random
+import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -19,7 +20,7 @@ from dcp_s3.coordination.merge import assign
 from dcp_s3.coordination.protocol import FailedError, Get, Look, Put, Steps, Task, UnreachableError, Wait
 from dcp_s3.coordination.values import CLAIM, METADATA, NONCE_DIGITS, Claim, Found, Intent, Key, Merged
 from dcp_s3.failures import without_tracebacks
-from dcp_s3.format.layout import METADATA_CRC_KEY, SAVE_ID_KEY, joint_object, metadata_object, new_nonce
+from dcp_s3.format.layout import METADATA_CRC_KEY, SAVE_ID_KEY, joint_object, metadata_object
 from dcp_s3.memory import crc64nvme, crc_hex
 from dcp_s3.s3.store import S3Store
 from dcp_s3.store import ABSENT, Expect, Store
@@ -194,7 +195,7 @@ class Driver:
         missing = assign(leaves, writes)
         if not missing:
             return ""
-        key = Key("roll", claim.nonce + new_nonce())
+        key = Key("roll", claim.nonce + secrets.token_hex(8))
         self._store.put(
             self._url.key(key.path), json.dumps({str(rank): each for rank, each in missing.items()}).encode()
         )
@@ -343,7 +344,7 @@ def check_conditions(store: Store, url: CheckpointURL, claim: Claim) -> None:
     where = store.name, store.settings.endpoint_url if isinstance(store, S3Store) else None
     if where in _checked:
         return
-    key = url.key(Key("roll", f"{claim.nonce}00{new_nonce()}").path)
+    key = url.key(Key("roll", f"{claim.nonce}00{secrets.token_hex(8)}").path)
     store.put(key, b"1")
     is_good = _refuses(store, key, ABSENT) and _refuses(store, key, Expect('"00000000000000000000000000000000"'))
     is_good = is_good and not _refuses(store, key, Expect(store.get(key).etag))

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import re
-import secrets
 from enum import Enum
 from typing import Any, NamedTuple
 
@@ -36,16 +35,6 @@ METADATA_CRC_KEY = "dcp-s3-crc64nvme"
 
 # Control characters, lone surrogates, and the backslash, which separates directories on Windows: no writer uses them.
 _NO_KEY = re.compile(r"[\x00-\x1f\x7f\\\ud800-\udfff]")
-
-
-def new_save_id() -> str:
-    """A random id (hex) for one save of one checkpoint."""
-    return secrets.token_hex(8)
-
-
-def new_nonce() -> str:
-    """A random part (hex) of the object names of one rank in one save."""
-    return secrets.token_hex(6)
 
 
 def data_object(rank: int, index: int, nonce: str) -> str:

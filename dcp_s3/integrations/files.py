@@ -12,6 +12,7 @@ import contextlib
 import io
 import json
 import queue
+import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -25,7 +26,7 @@ from dcp_s3 import errors
 from dcp_s3.checkpoint.commit import make_commit, publish
 from dcp_s3.checkpoint.commit_state import Previous, SaveIdentity, find_manifest
 from dcp_s3.format.control_files import Manifest, ObjectEntry
-from dcp_s3.format.layout import FILES_PREFIX, METADATA, new_save_id, step_of
+from dcp_s3.format.layout import FILES_PREFIX, METADATA, step_of
 from dcp_s3.limit import Cancelled
 from dcp_s3.memory import Piece, ReadTarget, combine_crc64nvme, crc64nvme, crc_hex, view_bytes
 from dcp_s3.store import Store, StreamedObject
@@ -306,7 +307,7 @@ def _read(store: Store, url: CheckpointURL, rank: int) -> bytes:
 
 
 def _commit(store: Store, url: CheckpointURL, records: list[bytes]) -> None:
-    identity, nonces, objects = SaveIdentity(url, new_save_id()), {}, []
+    identity, nonces, objects = SaveIdentity(url, secrets.token_hex(8)), {}, []
     for rank, data in enumerate(records):
         fields = json.loads(data)
         nonces[str(rank)] = fields["nonce"]

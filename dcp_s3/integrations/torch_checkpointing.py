@@ -6,6 +6,7 @@ from __future__ import annotations
 import errno
 import io
 import os
+import secrets
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -15,11 +16,11 @@ from typing_extensions import Buffer
 
 from dcp_s3 import errors, process
 from dcp_s3.format.control_files import ObjectEntry
-from dcp_s3.format.layout import FILES_PREFIX, METADATA, is_attachment_name, new_save_id
+from dcp_s3.format.layout import FILES_PREFIX, METADATA, is_attachment_name
 from dcp_s3.integrations import files, require
 from dcp_s3.memory import crc_hex
 from dcp_s3.retention.prune import remove
-from dcp_s3.s3.store import store_of
+from dcp_s3.s3.store import S3Store
 from dcp_s3.settings import SettingsLike, resolve_settings
 from dcp_s3.store import StreamedObject
 from dcp_s3.url import is_s3_url, parse_url
@@ -89,7 +90,7 @@ class S3Storage(Storage):
 
     def __init__(self, config: S3StorageConfig) -> None:
         self._root, self._settings = parse_url(config.root), resolve_settings(config.settings)
-        self._store = store_of(self._root, self._settings)
+        self._store = S3Store(self._root.bucket, self._settings)
         self._rank, self._world_size = config.rank, config.world_size
         # Random id of each save that this process takes part in, and the files that it has written, by relative path.
         self._writing: dict[str, tuple[str, dict[str, ObjectEntry]]] = {}
@@ -131,7 +132,7 @@ class S3Storage(Storage):
             )
         with self._lock:
             if name not in self._writing:
-                url, nonce = self._root.child(name), new_save_id()
+                url, nonce = self._root.child(name), secrets.token_hex(8)
                 if self._store.exists(url.key(METADATA)):
                     raise FileExistsError(errno.EEXIST, "it is committed: delete it first", str(url))
                 files.put_record(self._store, url, self._rank, nonce)

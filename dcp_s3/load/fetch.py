@@ -5,7 +5,6 @@ requests -> threads -> bytes at their place -> checksums, once more if they do n
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import logging
 import queue
@@ -92,24 +91,22 @@ class Fetcher:
         """
         work = _Work(requests, self.carry_out)
         try:
-            with contextlib.ExitStack() as stack:
-                if threads is None:
-                    width = self.store.adapt_reads(resize=work.resize, is_busy=lambda: not work.is_over, most=most)
-                    work.moved, threads = width.moved, width.connections
-                    stack.callback(width.close)
-                work.resize(min(threads, most))
-                ended = 0
-                while ended < work.started:
-                    outcome = work.outcomes.get()
-                    if outcome is None:
-                        ended += 1
-                    elif isinstance(outcome, BaseException):
-                        try:
-                            raise outcome
-                        finally:
-                            del outcome  # its traceback has this frame: no cycle
-                    else:
-                        yield from outcome
+            if threads is None:
+                width = self.store.adapt_reads(resize=work.resize, is_busy=lambda: not work.is_over, most=most)
+                work.moved, threads = width.moved, width.connections
+            work.resize(min(threads, most))
+            ended = 0
+            while ended < work.started:
+                outcome = work.outcomes.get()
+                if outcome is None:
+                    ended += 1
+                elif isinstance(outcome, BaseException):
+                    try:
+                        raise outcome
+                    finally:
+                        del outcome  # its traceback has this frame: no cycle
+                else:
+                    yield from outcome
         except BaseException:
             self.cancel()
             raise

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import secrets
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -21,7 +22,7 @@ from dcp_s3.checkpoint.attachments import check_bytes, find_attachments, missing
 from dcp_s3.events import Listener, Loaded, LoadFailed, LoadStarted, emit
 from dcp_s3.failures import called_by_dcp
 from dcp_s3.format.control_files import Manifest
-from dcp_s3.format.layout import new_save_id, step_of
+from dcp_s3.format.layout import step_of
 from dcp_s3.load.assign import MAX_PIECE, Assignment, plan_sharing
 from dcp_s3.load.exchange import Exchange
 from dcp_s3.load.fetch import Fetcher
@@ -31,7 +32,7 @@ from dcp_s3.load.planner import check_filled
 from dcp_s3.load.read import LoadExecutor
 from dcp_s3.load.weights import Fetched, fetch, find_uncommitted
 from dcp_s3.process import collector_paused, launch
-from dcp_s3.s3.store import store_of
+from dcp_s3.s3.store import S3Store
 from dcp_s3.settings import Settings, SettingsLike, resolve_settings
 from dcp_s3.spill.local import LocalObjects
 from dcp_s3.store import Counters, Store
@@ -109,7 +110,7 @@ class S3StorageReader(StorageReader):
         return one_line("S3StorageReader", *([] if self._url is None else [repr(str(self._url))]))
 
     def _begin_load(self) -> None:
-        self.load_id: str = new_save_id()
+        self.load_id: str = secrets.token_hex(8)
         self._metadata: Metadata | None = None
         self._fetched: Fetched | None = None
         self._began: tuple[float, Counters] | None = None
@@ -311,7 +312,7 @@ class S3StorageReader(StorageReader):
                 "S3StorageReader has no URL. Remedy: S3StorageReader('s3://bucket/prefix'), or pass "
                 "checkpoint_id='s3://bucket/prefix' to dcp.load"
             )
-        return self._url, store_of(self._url, self.settings)
+        return self._url, S3Store(self._url.bucket, self.settings)
 
     # --- what was stored besides the state --------------------------------------------------------------
 

@@ -34,38 +34,36 @@ _RECEIVE_SECONDS = 0.25
 _WAKE_SECONDS, _MOST_AT_ONCE = 0.02, 2**21
 
 
+@dataclass(eq=False, repr=False)
 class GatherBody:
-    """Several buffers sent as one body.
+    """Several buffers sent as one body."""
 
-    Args:
-        views: the buffers in order; they must not change or go away before the request is done. To be dropped after the
-            last attempt: botocore's errors keep the request, and so this body.
-        patience: seconds after which the body is broken off, too.
-        moved: called with the number of bytes of each slice that was sent.
-    """
-
-    def __init__(
-        self, views: Sequence[memoryview], *, patience: float | None = None, moved: Callable[[int], None] | None = None
-    ) -> None:
-        self.views, self.patience, self.moved = views, patience, moved
-        self._size = sum(view.nbytes for view in views)
-        self._position = 0
-        self.furthest = 0
-        """Bytes that one of the attempts has sent."""
-        self.waited = 0.0
-        """Seconds that all attempts waited for bandwidth."""
+    views: Sequence[memoryview]
+    """The buffers in order; they must not change or go away before the request is done. To be dropped after the last
+    attempt: botocore's errors keep the request, and so this body."""
+    size: int
+    """Bytes of all of them."""
+    patience: float | None = None
+    """Seconds after which the body is broken off, too."""
+    moved: Callable[[int], None] | None = None
+    """Called with the number of bytes of each slice that was sent."""
+    furthest: int = 0
+    """Bytes that one of the attempts has sent."""
+    waited: float = 0.0
+    """Seconds that all attempts waited for bandwidth."""
+    _position: int = 0
 
     def __len__(self) -> int:
-        return self._size
+        return self.size
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size}[whence]
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self.size}[whence]
         self._position = base + offset
         return self._position
 
     def read(self, size: int = -1) -> bytes:
         """The next bytes, copied: only for callers that do not send views (none on the usual path)."""
-        end = self._size if size is None or size < 0 else min(self._size, self._position + size)
+        end = self.size if size is None or size < 0 else min(self.size, self._position + size)
         out = bytearray()
         start = 0
         for view in self.views:

@@ -24,6 +24,8 @@ from dcp_s3.s3.retry import UNBOUNDED, this_thread
 
 logger = logging.getLogger(__name__)
 
+_SENT_AT_ONCE = 64 * 2**10  # bytes that fit into a socket's buffer
+
 
 # --- a request in flight ------------------------------------------------------------------------------
 
@@ -82,7 +84,10 @@ def send_without_copy(request: Any, **_: Any) -> None:
     """botocore ``before-send`` handler: replace a `GatherBody` by its views, and note the checksums of the body.
 
     An AWSPreparedRequest's ``body`` may be any iterable of buffers: http.client sends each (botocore 1.36 to 1.43).
+    For a small one it is not worth a round trip to ask first whether it may be sent; the header is not signed.
     """
+    if int(request.headers.get("Content-Length") or _SENT_AT_ONCE) < _SENT_AT_ONCE:
+        request.headers.pop("Expect", None)
     if isinstance(request.body, GatherBody):
         request.body = Chunks(request.body)
     this_thread.checksums = {

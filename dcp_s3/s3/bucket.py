@@ -163,7 +163,7 @@ class Bucket:
             "Key": key,
             "ContentType": "application/json" if key.endswith(".json") else "application/octet-stream",
             "Metadata": dict(metadata or {}),
-            "Body": bytes(data) if len(data) <= _SMALL else GatherBody([memoryview(data)]),
+            "Body": bytes(data) if len(data) <= _SMALL else GatherBody([memoryview(data)], len(data)),
         }
         condition = {}
         if expect is not None:

@@ -194,9 +194,13 @@ def _check(operation_model: Any, response_dict: dict[str, Any], **_: Any) -> Non
     says that something else was stored than what was sent."""
     operation = operation_model.name
     status, headers, body = response_dict["status_code"], response_dict["headers"], response_dict["body"]
-    code, message = "", ""
+    code, message, root = "", "", b""
+    # The name of an XML document's root, if the document has an end. The inside is not looked at.
+    if isinstance(body, bytes) and (found := _ROOT.match(body)):
+        has_end = re.search(rb"</(?:\w+:)?" + found[1] + rb"\s*>\s*$", body[-200:])
+        root = found[1] if has_end or _CLOSED.match(body, found.end(1)) else b""
     if status >= 301:  # botocore takes a 300 for a success
-        is_error = _root_of(body) == b"Error"
+        is_error = root == b"Error"
         # S3 says where the bucket is. If a redirection does not, botocore asks, and so on for the answer to that.
         if status in _REDIRECTIONS and "x-amz-bucket-region" not in headers and not is_error:
             code = "NotAnsweredByS3"
@@ -207,7 +211,6 @@ def _check(operation_model: Any, response_dict: dict[str, Any], **_: Any) -> Non
             if not (may_be if body else headers.get("content-length") == "0"):
                 code = "NotAnsweredByS3"
     elif operation in _ROOTS:
-        root = _root_of(body)
         is_last = operation not in _NEXT or not _TRUNCATED.search(body) or _NEXT[operation] in body
         has_id = operation != "CreateMultipartUpload" or b"UploadId>" in body
         is_whole = status == 200 and root.startswith(_ROOTS[operation]) and has_id and is_last
@@ -245,14 +248,5 @@ def _check(operation_model: Any, response_dict: dict[str, Any], **_: Any) -> Non
 
 _TIME = re.compile(r"\w{3}, \d{1,2} \w{3} \d{4} \d\d:\d\d:\d\d \w{3}")
 _TRUNCATED = re.compile(rb"IsTruncated>\s*true\s*<", re.IGNORECASE)
-_ROOT = re.compile(rb"\s*(?:<\?xml[^>]*\?>\s*)?(?:<!--.*?-->\s*)*<(?:\w+:)?(\w+)[\s/>]", re.DOTALL)
-
-
-def _root_of(body: bytes) -> bytes:
-    """The name of an XML document's root, empty if it is not XML or has no end. The inside is not looked at."""
-    found = _ROOT.match(body)
-    if found is None:
-        return b""
-    name = found[1]
-    has_end = re.search(rb"</(?:\w+:)?" + name + rb"\s*>\s*$", body[-200:])
-    return name if has_end or re.compile(rb"[^<]*/>\s*$").match(body, found.end(1)) else b""
+_ROOT = re.compile(rb"\s*(?:<\?xml[^>]*\?>\s*)?(?:<!--(?:(?!-->).)*-->\s*)*<(?:\w+:)?(\w+)[\s/>]", re.DOTALL)
+_CLOSED = re.compile(rb"[^<]*/>\s*$")

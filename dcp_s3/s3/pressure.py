@@ -279,10 +279,6 @@ class Tuning(ReadWidth):
         self.connections = self._width.connections = connections
         self._count, self._since = 0, time.monotonic() + _SETTLE_SECONDS + self._known.latency
 
-    def close(self) -> None:
-        with self._lock:
-            self._is_over = True
-
 
 def _cpu_ticks() -> tuple[int, int]:
     """CPU time of this host so far: idle, and in all; zeros on systems that do not tell."""

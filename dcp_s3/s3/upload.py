@@ -6,6 +6,7 @@ in the thread that uploads it. The CRCs of parts, objects and any group of buffe
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 import threading
@@ -18,7 +19,7 @@ from typing import Any
 
 from dcp_s3 import errors
 from dcp_s3.limit import Cancelled, Progress
-from dcp_s3.memory import Piece, combine_crc64nvme, crc_of, encode_crc
+from dcp_s3.memory import Piece, combine_crc64nvme, encode_crc
 from dcp_s3.s3 import multipart
 from dcp_s3.s3.body import GatherBody
 from dcp_s3.s3.bucket import Bucket, creation_arguments, request_with_checksum
@@ -87,7 +88,7 @@ class Uploader(Batch):
         self.cancel = threading.Event()
         self.tuning = Tuning(
             store.known, "upload", resize=lambda count: self._workers.resize(count),
-            is_busy=lambda: self._workers.is_full, most=settings.max_connections,
+            is_busy=lambda: self._workers.is_full and not self.cancel.is_set(), most=settings.max_connections,
         )  # fmt: skip
         self.in_flight = self.tuning.connections + WAITING_PARTS
         self._workers = Workers(self.tuning.connections, "dcp_s3-upload", waiting=WAITING_PARTS)
@@ -102,7 +103,6 @@ class Uploader(Batch):
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None:
             self.stop()
-        self.tuning.close()
         self._workers.close()
         if kind is not None:
             store = self.store.within(self.store.limit.for_cleanup())
@@ -177,7 +177,7 @@ class Uploader(Batch):
 
     def _put(self, upload: _Upload, pieces: Iterable[Piece], part_size: int) -> StreamedObject:
         """Send the pieces, split where parts end; they have their CRCs afterwards."""
-        filled = 0
+        submit, filled = functools.partial(self._workers.submit, self._send, upload, cancel=upload.cancel), 0
         for piece in pieces:
             room = part_size - filled
             for part in piece.split(room, part_size) if piece.size > room else (piece,):
@@ -185,12 +185,13 @@ class Uploader(Batch):
                     if not upload.parts:
                         upload.upload_id = multipart.create(upload.store, upload.key)
                         self.tuning.begin()  # with as many connections as the first answer suggests
-                    self._submit(upload, part_size)
-                    filled = 0
+                    upload.parts.append(submit(upload.pieces, len(upload.parts) + 1))
+                    upload.pieces, filled = [], 0
                 upload.pieces.append(part)
                 filled += part.size
         if upload.pieces or not upload.parts:
-            self._submit(upload, part_size)
+            upload.parts.append(submit(upload.pieces, len(upload.parts) + 1))
+            upload.pieces = []
         sent = [part.result() for part in upload.parts]
         size = sum(size for _, _, size in sent)
         crc = None if sent[0][1] is None else combine_crc64nvme((crc, size) for _, crc, size in sent if crc is not None)
@@ -203,32 +204,27 @@ class Uploader(Batch):
             self._completed.append(upload.key)
         return StreamedObject(size, crc)
 
-    def _submit(self, upload: _Upload, part_size: int) -> None:
-        number = len(upload.parts) + 1
-        if number > multipart.MAX_PARTS:
-            raise errors.StorageError(
-                f"s3://{self.store.name}/{upload.key} needs more than {multipart.MAX_PARTS} parts of {part_size} "
-                "bytes: it became larger than planned. Remedy: raise DCP_S3_PART_SIZE",
-                bucket=self.store.name, key=upload.key, operation="UploadPart",
-            )  # fmt: skip
-        pieces, upload.pieces = upload.pieces, []
-        upload.parts.append(self._workers.submit(self._send, upload, pieces, number, cancel=upload.cancel))
-
     def _send(self, upload: _Upload, pieces: list[Piece], number: int) -> tuple[str, int | None, int]:
         """Send a part, or the whole object if there is no multipart upload. The memory of the pieces is released."""
         store, key, size = upload.store, upload.key, sum(piece.size for piece in pieces)
         settings, patience, started = store.settings, store.limit.patience if self.isolated else None, time.monotonic()
         body = GatherBody(  # the views in no variable: an error's traceback would keep their memory
-            [piece.view for piece in pieces if piece.view is not None], patience=patience, moved=self.tuning.moved
+            [piece.view for piece in pieces if piece.view is not None], size, patience, self.tuning.moved
         )
         try:
             if upload.cancel.is_set():
                 raise Cancelled
-            crc = None if settings.checksum == "none" else crc_of(pieces)
+            if number > multipart.MAX_PARTS:
+                raise errors.StorageError(
+                    f"s3://{store.name}/{key} became larger than planned: it needs more than {multipart.MAX_PARTS} "
+                    f"parts of {size} bytes. Remedy: raise DCP_S3_PART_SIZE",
+                    bucket=store.name, key=key, operation="UploadPart",
+                )  # fmt: skip
             arguments: dict[str, Any] = {"Key": key, "Body": body}
-            if crc is not None:
+            etag, crc = "", None
+            if settings.checksum != "none":
+                crc = combine_crc64nvme((piece.checksum(), piece.size) for piece in pieces)
                 arguments["ChecksumCRC64NVME"] = encode_crc(crc)
-            etag = ""
             if upload.upload_id:
                 arguments |= {"UploadId": upload.upload_id, "PartNumber": number}
                 answer = request_with_checksum(store, "UploadPart", key, arguments, data=True)
@@ -249,7 +245,8 @@ class Uploader(Batch):
             body.views = ()
             for piece in pieces:
                 piece.view = None
-        self._took(size)
+        with self._lock:
+            self.sent += size
         seconds = time.monotonic() - started - body.waited
         if upload.upload_id and patience is not None and seconds > patience:
             upload.error = errors.TransferError(
@@ -259,19 +256,18 @@ class Uploader(Batch):
             upload.cancel.set()
         return etag, crc, size
 
-    def _took(self, size: int) -> None:
-        """Count ``size`` more bytes that S3 has."""
-        with self._lock:
-            self.sent += size
-
     def copy(self, key: str, ranges: Sequence[CopyRange], crc: int) -> bool:
         """See `Batch.copy`. S3 copies beside what is sent."""
         with self._lock:
             self._completed.append(key)  # before: S3's answer may be lost
         store = self.store.within(replace(self.store.limit, cancel=self.cancel))
         return multipart.copy_ranges(
-            store, key, ranges, crc, slots=self._copying, moved=self._took, stays_open=self.unclean.add
+            store, key, ranges, crc, slots=self._copying, moved=self._copied, stays_open=self.unclean.add
         )
+
+    def _copied(self, size: int) -> None:
+        with self._lock:
+            self.sent += size
 
     def stop(self) -> None:
         self.cancel.set()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import secrets
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,10 +29,9 @@ from dcp_s3.coordination.protocol import FailedError, UnreachableError
 from dcp_s3.coordination.values import ABORTED, OPEN, Claim, Intent, Key, Merged
 from dcp_s3.failures import name_ranks
 from dcp_s3.format.control_files import Manifest, check_distinct
-from dcp_s3.format.layout import joint_object, manifest_object, new_nonce, step_of
+from dcp_s3.format.layout import joint_object, manifest_object, step_of
 from dcp_s3.format.metadata import VERSIONS
 from dcp_s3.format.part import Part, WrittenItem, digest_of, encode, item_hash
-from dcp_s3.limit import Deadline
 from dcp_s3.process import collector_paused
 from dcp_s3.save.save import Save, objects_of
 from dcp_s3.settings import Settings
@@ -61,9 +61,9 @@ class JointSave(Save):
         self.rank, self.is_coordinator = self.attempt.rank, self.attempt.rank == 0
         super().__post_init__()
         self.world_size = self.attempt.world_size
-        self._deadline = Deadline.start("DCP_S3_SAVE_TIMEOUT", self.settings.save_timeout)
+        self._start_deadline()
         member = make_member(self.attempt, self.url, overwrite=self.overwrite)
-        self._driver = Driver(self._store(), self.url, member, self.settings.rank_timeout, self)
+        self._driver = Driver(self._store, self.url, member, self.settings.rank_timeout, self)
         number = None if self.counted is None else self.counted.number
         self._steps: protocol.Steps[tuple[str, str | None]] | None = protocol.save(member, number, self.of_step)
         self._was_committed = False
@@ -173,7 +173,7 @@ class JointSave(Save):
         for number, data in enumerate(parts):
             if merging.add(data) or not number:
                 sample.add(data)
-        store, identity = self._store(), SaveIdentity(self.url, claim.nonce + new_nonce()[:8])
+        store, identity = self._store, SaveIdentity(self.url, claim.nonce + secrets.token_hex(4))
         merged = merging.merged(save_id=identity.save_id, checkpoint_id=str(self.url))
         check_distinct(merged.objects)
         # Not all of it: to load it takes many times its memory.
@@ -204,7 +204,7 @@ class JointSave(Save):
 
     def clean(self, claim: Claim) -> None:
         """Remove what the ranks told each other, and what the checkpoint has replaced."""
-        store = self._s3.within(self._store().limit.for_cleanup())
+        store = self._s3.within(self._store.limit.for_cleanup())
         identity = SaveIdentity(self.url, claim.save_id)
         try:
             if find_save_id(store, identity) != claim.save_id:
@@ -273,7 +273,7 @@ class JointSave(Save):
     def _upload(self, claim: Claim, items: Sequence[WriteItem], *, again: bool = False) -> list[WriteResult]:
         if self._planner is None:
             raise errors.SaveProtocolError("this save has ended", url=str(self.url))
-        nonce = claim.nonce + new_nonce()
+        nonce = claim.nonce + secrets.token_hex(8)
         return self._write_items(items, self._planner, nonce, again=again, watch=self._batches.append)
 
 

@@ -32,7 +32,16 @@ from dcp_s3.format.control_files import AttachmentEntry, ObjectEntry
 from dcp_s3.format.layout import data_object
 from dcp_s3.format.safe_items import warn_of_unsafe_item
 from dcp_s3.limit import Cancelled
-from dcp_s3.memory import Piece, copy_to_host, crc64nvme, crc_hex, crc_of, is_plain, iterate_bytes, view_bytes
+from dcp_s3.memory import (
+    Piece,
+    combine_crc64nvme,
+    copy_to_host,
+    crc64nvme,
+    crc_hex,
+    is_plain,
+    iterate_bytes,
+    view_bytes,
+)
 from dcp_s3.save.plan import OBJECTS_PER_RANK, CopiedItems, WriteBucket
 from dcp_s3.save.split import Rows
 from dcp_s3.stage.memory import BufferPool, Slot
@@ -129,7 +138,6 @@ def write_buckets(
                 raise
             finally:
                 producers.close()
-            batch.settle()
     except DeadlineExceededError as error:
         if deadline is None or error.setting != deadline.setting:
             raise
@@ -277,7 +285,7 @@ class ObjectPieces:
             item_crc = blocks = None
             if crc is not None:
                 sent = [part for piece in each.pieces for part in piece.parts or (piece,)]
-                item_crc = crc_of(sent)
+                item_crc = combine_crc64nvme((part.checksum(), part.size) for part in sent)
                 if each.block is not None:
                     beginnings = [(piece.size, piece.crc or 0, piece.cuts, piece.marks) for piece in sent]
                     blocks = Blocks(each.block, pack_crcs(crcs_of_beginnings(beginnings, each.block)), item_crc)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,16 +15,16 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import WriteResult
 
 from dcp_s3.checkpoint.attachments import Attachment
-from dcp_s3.checkpoint.commit import Committer, make_commit
-from dcp_s3.checkpoint.commit_state import Beginning, CommitState, SaveIdentity, find_state
+from dcp_s3.checkpoint.commit import Beginning, Committer, make_commit
+from dcp_s3.checkpoint.commit_state import CommitState, SaveIdentity, find_state
 from dcp_s3.errors import CheckpointError, SaveProtocolError
 from dcp_s3.events import Committed, Listener, Written, emit
 from dcp_s3.format.control_files import ObjectEntry, check_distinct
-from dcp_s3.format.layout import DCP_VERSION, metadata_object, new_nonce, step_of
+from dcp_s3.format.layout import DCP_VERSION, metadata_object, step_of
 from dcp_s3.limit import Deadline, Limit
 from dcp_s3.process import collector_paused, world_size
 from dcp_s3.s3.multipart import can_copy
-from dcp_s3.s3.store import store_of
+from dcp_s3.s3.store import S3Store
 from dcp_s3.save.incremental import find_unchanged, plan_changes, recall, remember
 from dcp_s3.save.objects import ItemWriteResult, write_buckets
 from dcp_s3.save.plan import OBJECTS_PER_RANK, WriteBucket, check_shards, plan_buckets
@@ -82,22 +83,22 @@ class Save:
     def __post_init__(self) -> None:
         self.world_size = world_size()  # now: data may be written in a process that has no process group
         self._beginning, self._began = Beginning(), time.monotonic()
-        self._s3 = store_of(self.url, self.settings)
+        self._s3 = S3Store(self.url.bucket, self.settings)
         self._identity = SaveIdentity(self.url, self.save_id)
         disk = open_store(self.settings) if self.spills and self.settings.spill_dir is not None else None
-        self._base_store: Store = self._s3
+        store: Store = self._s3
         if disk is None:
             self._committer = Committer(self._identity, self._beginning, self.overwrite)
         else:
             identity, listener = self._identity, self.on_event
-            self._base_store = SpillingStore(self._s3, disk, str(self.url), self.save_id, self.rank, listener)
-            self._committer = SpillingCommitter(self._base_store, identity, self._beginning, overwrite=self.overwrite)
+            store = SpillingStore(self._s3, disk, str(self.url), self.save_id, self.rank, listener)
+            self._committer = SpillingCommitter(store, identity, self._beginning, overwrite=self.overwrite)
         self.step = step_of(self.url.prefix)
+        self._store = store.within(Limit(hang=self.settings.save_timeout))
         self._throttled_before = self._s3.counters().throttled
         self.throttled = 0
         """Requests of this process to the bucket that S3 throttled from the beginning until this rank had written."""
         self._an_object: str | None = None  # path of an object that this rank wrote
-        self._deadline: Deadline | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         # Some frameworks write in a process of their own. Who listens is in this one, and that one counts anew.
@@ -108,7 +109,7 @@ class Save:
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Check the URL, and mark the plan with this save's URL."""
         if self.is_coordinator:
-            self._committer.check_url(self._store())
+            self._committer.check_url(self._store)
         large = find_large(plan.items) if self.settings.split_replicated else ()
         return dataclasses.replace(plan, storage_data=_PlanOrigin(str(self.url), self.rank, large))
 
@@ -130,17 +131,17 @@ class Save:
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
         """Upload this rank's items. Returns when all objects are complete, or raises and leaves nothing open."""
-        self._deadline = Deadline.start("DCP_S3_SAVE_TIMEOUT", self.settings.save_timeout)
+        self._start_deadline()
         began = time.monotonic()
         # The nonce is not in the plan: a planner may reuse a cached plan.
-        results = _RankResults(self._write_items(plan.items, planner, new_nonce()))
+        results = _RankResults(self._write_items(plan.items, planner, secrets.token_hex(8)))
         self._tell_written(results, time.monotonic() - began)
         results.url, results.throttled = str(self.url), self.throttled
         return results
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Commit what all ranks have written."""
-        self._deadline = self._deadline or Deadline.start("DCP_S3_SAVE_TIMEOUT", self.settings.save_timeout)
+        self._start_deadline(self._store.limit.deadline)
         throttled = 0
         for rank, written in enumerate(results):
             if isinstance(written, _RankResults):
@@ -177,7 +178,7 @@ class Save:
                 objects, step=self.step, world_size=len(results), metrics=self.metrics, extra=self.extra,
                 started_at=self._beginning.at,
             )  # fmt: skip
-        if self._committer.commit(self._store(), commit, spilled=bool(spilled)):
+        if self._committer.commit(self._store, commit, spilled=bool(spilled)):
             self._tell_committed(objects, ranks=len(results), spilled=spilled, copied=copied, throttled=throttled)
 
     # --- what it tells --------------------------------------------------------------------------------
@@ -249,15 +250,18 @@ class Save:
         if not again:
             buckets += [WriteBucket((), len(each.data), each) for each in self.attachments]
         results = write_buckets(
-            self._store(), buckets, planner, url=self.url, rank=self.rank, nonce=nonce, ranks=self.world_size,
+            self._store, buckets, planner, url=self.url, rank=self.rank, nonce=nonce, ranks=self.world_size,
             watch=watch,
         )  # fmt: skip
         if remembers:
             remember(self.url, self.rank, items, results, more=again)
         return results
 
-    def _store(self) -> Store:
-        return self._base_store.within(Limit(deadline=self._deadline).within(self.settings.save_timeout))
+    def _start_deadline(self, begun: Deadline | None = None) -> None:
+        """Bound what follows; anew in each step, as a disk that took nothing means that S3 may be slow from then on."""
+        if begun is None and (seconds := self.settings.save_timeout) is not None:
+            begun = Deadline("DCP_S3_SAVE_TIMEOUT", seconds, time.monotonic() + seconds)
+        self._store = self._store.within(Limit(deadline=begun, hang=self.settings.save_timeout))
 
 
 def objects_of(results: Sequence[WriteResult]) -> tuple[list[ObjectEntry], int, int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import secrets
 import threading
 import time
 from collections.abc import Mapping
@@ -26,8 +27,8 @@ from dcp_s3.errors import CheckpointError, InvalidURLError, SaveProtocolError, S
 from dcp_s3.events import Listener, SaveFailed, SaveStarted, emit
 from dcp_s3.failures import called_by_dcp, frames_of_others
 from dcp_s3.format.control_files import check_extra
-from dcp_s3.format.layout import metadata_object, new_save_id, step_of
-from dcp_s3.s3.store import store_of
+from dcp_s3.format.layout import metadata_object, step_of
+from dcp_s3.s3.store import S3Store
 from dcp_s3.save.joint import begin_joint_save
 from dcp_s3.save.plan import OBJECTS_PER_RANK
 from dcp_s3.save.save import Save
@@ -178,7 +179,7 @@ class S3StorageWriter(StorageWriter, AsyncStager):
         """URL and id of this thread's next save, for DCP's logs and planners."""
         wait_for_saves()  # before the ranks exchange anything, even failures
         here, background = self._here, current_save()
-        here.url, here.save_id = self._choose_url(), here.save_id or new_save_id()
+        here.url, here.save_id = self._choose_url(), here.save_id or secrets.token_hex(8)
         if background is not None:
             error = CheckpointError(
                 "it was not committed: another rank failed, or something other than dcp_s3. Remedy: the future of "
@@ -198,7 +199,7 @@ class S3StorageWriter(StorageWriter, AsyncStager):
         """
         wait_for_saves()  # some frameworks do not call storage_meta
         here, url = self._here, self._choose_url()
-        save_id = here.save_id or new_save_id()
+        save_id = here.save_id or secrets.token_hex(8)
         use_collectives, rank = bool(kwargs.get("use_collectives", True)), kwargs.get("rank")
         rank = process.rank() if rank is None else int(rank)  # some do not pass it either
         if self.counted is None:  # a save of some ranks must not be taken for the whole
@@ -337,7 +338,7 @@ class S3StorageWriter(StorageWriter, AsyncStager):
         url = self._choose_url() if save is None else save.url
         deadline = None if timeout is None else time.monotonic() + timeout
         drain_url(self.settings, str(url), timeout)
-        store, pause = store_of(url, self.settings), _SHORTEST_PAUSE
+        store, pause = S3Store(url.bucket, self.settings), _SHORTEST_PAUSE
         while True:
             try:
                 if save.is_committed() if save is not None else store.exists(url.key(metadata_object())):

@@ -19,14 +19,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from dcp_s3 import errors
-from dcp_s3.checkpoint.commit import Commit, Committer, publish
-from dcp_s3.checkpoint.commit_state import (
-    Beginning,
-    SaveIdentity,
-    check_newest,
-    find_previous,
-    is_committed,
-)
+from dcp_s3.checkpoint.commit import Beginning, Commit, Committer, publish
+from dcp_s3.checkpoint.commit_state import SaveIdentity, check_newest, find_previous, is_committed
 from dcp_s3.checkpoint.directory import list_directory
 from dcp_s3.events import Committed, Drained, emit
 from dcp_s3.failures import without_tracebacks
@@ -34,7 +28,7 @@ from dcp_s3.format.control_files import Manifest
 from dcp_s3.limit import Limit
 from dcp_s3.memory import Piece, crc_hex
 from dcp_s3.process import reset_in_child
-from dcp_s3.s3.store import store_of
+from dcp_s3.s3.store import S3Store
 from dcp_s3.settings import stored_settings
 from dcp_s3.spill.journal import JournalError, SpilledCommit, SpilledObject, State
 from dcp_s3.spill.store import DamagedFileError, SpilledSave, SpillStore, read_journal
@@ -121,7 +115,7 @@ class Drainer:
             settings = stored_settings(save.journal.settings)
         except errors.SettingsError as error:
             raise DamagedFileError(f"the settings in its journal are not allowed: {error}") from None
-        store = store_of(url, settings, Limit(patience=self._patience))
+        store = S3Store(url.bucket, settings, Limit(patience=self._patience))
         if save.journal.state is State.WRITING:
             if save.is_being_written():
                 return "it is being written"

@@ -12,8 +12,8 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
-from dcp_s3.checkpoint.commit import Commit, Committer
-from dcp_s3.checkpoint.commit_state import Beginning, Previous, SaveIdentity, check_newest, find_previous
+from dcp_s3.checkpoint.commit import Beginning, Commit, Committer
+from dcp_s3.checkpoint.commit_state import Previous, SaveIdentity, check_newest, find_previous
 from dcp_s3.errors import CheckpointExistsError, SpillError, TransferError
 from dcp_s3.events import Listener, Spilled, emit
 from dcp_s3.failures import without_tracebacks
@@ -53,6 +53,7 @@ class SpillingStore(StoreWrapper):
 
     def within(self, limit: Limit) -> SpillingStore:
         other = copy.copy(self)
+        other._on_event = self._on_event  # `__getstate__`, by which it is copied, leaves it out
         other._bound(limit)
         return other
 
@@ -103,6 +104,12 @@ class SpillingBatch(Batch):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        if kind is None:
+            try:
+                self._seal()
+            except BaseException:
+                self.__exit__(*sys.exc_info())
+                raise
         try:
             self._uploader.__exit__(kind, error, _)
         finally:
@@ -176,7 +183,7 @@ class SpillingBatch(Batch):
         log("spilled %s (%s) to %s: %s", path, format_size(size), self._save.path, reason)
         return StreamedObject(size, crc if checksums else None, spilled=True)
 
-    def settle(self) -> None:
+    def _seal(self) -> None:
         """Make the spilled objects durable, for the drain. A SpillError if the disk has no room for the journal."""
         if self._refusal is not None or not (self._objects or self._uploader.unclean):
             return

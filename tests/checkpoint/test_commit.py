@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -116,7 +117,7 @@ def test_at_every_request_the_old_or_the_new_one_is_there_whole(run: Run, overwr
 @pytest.mark.parametrize(("part", "attempts"), [("manifest", 1), (".metadata", 0), (".metadata", 1)])
 def test_a_deadline_at_the_commit_says_whether_s3_may_still_carry_it_out(run: Run, part: str, attempts: int) -> None:
     committer, commit = run.begin("step-1")
-    store = run.store.within(Limit(deadline=Deadline.start("DCP_S3_SAVE_TIMEOUT", 60.0)))
+    store = run.store.within(Limit(deadline=Deadline("DCP_S3_SAVE_TIMEOUT", 60.0, time.monotonic() + 60.0)))
 
     def late(method: str, key: str) -> Exception | None:
         if method != "put" or part not in key:

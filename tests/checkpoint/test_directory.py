@@ -4,6 +4,7 @@ reader does about a deletion."""
 from __future__ import annotations
 
 import hashlib
+import secrets
 import threading
 import time
 from dataclasses import replace
@@ -32,7 +33,6 @@ from dcp_s3.format.layout import (
     joint_object,
     lease_object,
     manifest_object,
-    new_nonce,
 )
 from dcp_s3.retention.plan import CatalogSnapshot
 from dcp_s3.store import ListedObject, Page
@@ -116,7 +116,7 @@ def test_without_the_time_of_the_store_that_of_this_host_counts() -> None:
 def named(directory: str) -> str:
     """A data object whose spread hash is ``directory``."""
     while True:
-        name = data_object(0, 0, new_nonce())
+        name = data_object(0, 0, secrets.token_hex(8))
         if hashlib.blake2b(name.encode(), digest_size=8).hexdigest().startswith(directory):
             return name
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import secrets
 from typing import Any
 
 import pytest
@@ -117,7 +118,7 @@ def test_names_that_others_make(path: str, kind: Kind) -> None:
 
 
 def test_spread_data_is_told_by_its_hash() -> None:
-    path = layout.spread(layout.data_object(3, 1, layout.new_nonce()), 2)
+    path = layout.spread(layout.data_object(3, 1, secrets.token_hex(8)), 2)
     directory, _, name = path.partition("/")
     other = "".join("0" if digit != "0" else "1" for digit in directory)
     assert layout.classify(f"{other}/{name}") == Kind(What.NESTED_DATA, 3, below=other)

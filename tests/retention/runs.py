@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -11,16 +12,14 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, StorageMeta
 
 from dcp_s3 import CheckpointCatalog, CheckpointInfo, Plan, PruneReport, annotate, apply_plan, pin, prune, remove
-from dcp_s3.checkpoint.commit import Commit, Committer, make_commit
-from dcp_s3.checkpoint.commit_state import Beginning, SaveIdentity
+from dcp_s3.checkpoint.commit import Beginning, Commit, Committer, make_commit
+from dcp_s3.checkpoint.commit_state import SaveIdentity
 from dcp_s3.checkpoint.info import Deletion
 from dcp_s3.format.control_files import ObjectEntry
 from dcp_s3.format.layout import (
     CLAIM,
     data_object,
     joint_object,
-    new_nonce,
-    new_save_id,
     spread,
     step_of,
 )
@@ -125,12 +124,12 @@ class Run:
     ) -> tuple[Committer, Commit]:
         """A save as the writer does it, up to its commit: with ``digits`` spread over directories, of a ``rank`` that
         commits for itself, so ``late`` that a prune may have taken its objects."""
-        identity = SaveIdentity(self.url(name), new_save_id(), rank)
+        identity = SaveIdentity(self.url(name), secrets.token_hex(8), rank)
         committer = Committer(identity, Beginning(at=0.0) if late else Beginning(), overwrite=overwrite)
         committer.check_url(self.memory)
         entries, storage_data = [], {}
         for number in range(objects):
-            path = data_object(rank or 0, number, new_nonce())
+            path = data_object(rank or 0, number, secrets.token_hex(8))
             path, data = spread(path, digits) if digits else path, f"state {number} of {name}".encode()
             self.store.put(identity.url.key(path), data)
             entries.append(ObjectEntry(path, len(data), crc_hex(crc64nvme(data))))

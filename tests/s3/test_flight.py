@@ -207,13 +207,13 @@ def test_over_tls_what_trickles_is_no_progress_either(faulty: FaultyServer, tls:
 BUFFERS = st.lists(st.binary(max_size=40), max_size=8)
 
 
-def body_of(buffers: list[bytes]) -> GatherBody:
-    return GatherBody([memoryview(b) for b in buffers])
+def body_of(*buffers: bytes | bytearray) -> GatherBody:
+    return GatherBody([memoryview(b) for b in buffers], sum(map(len, buffers)))
 
 
 @given(BUFFERS, st.lists(st.integers(-1, 30), max_size=12))
 def test_reads_as_the_buffers_laid_end_to_end(buffers: list[bytes], sizes: list[int]) -> None:
-    body, model = body_of(buffers), io.BytesIO(b"".join(buffers))
+    body, model = body_of(*buffers), io.BytesIO(b"".join(buffers))
     assert len(body) == len(model.getvalue())
     for size in sizes:
         assert body.read(size) == model.read(size)
@@ -224,7 +224,7 @@ def test_reads_as_the_buffers_laid_end_to_end(buffers: list[bytes], sizes: list[
 
 def test_large_buffers_go_out_as_they_are_and_small_ones_joined() -> None:
     large = bytearray(200_000)
-    body = GatherBody([memoryview(b"head"), memoryview(b"er"), memoryview(large), memoryview(b"tail")])
+    body = body_of(b"head", b"er", large, b"tail")
     chunks = list(Chunks(body))
     assert (len(chunks[0]), len(chunks[-1]), sum(map(len, chunks[1:-1]))) == (6, 4, 200_000)
     assert all(isinstance(chunk, memoryview) and chunk.obj is large for chunk in chunks[1:-1])
@@ -234,12 +234,12 @@ def test_large_buffers_go_out_as_they_are_and_small_ones_joined() -> None:
 def test_slices_grow_where_the_link_is_quick(monkeypatch: pytest.MonkeyPatch, seconds: float, last: int) -> None:
     now = itertools.count()
     monkeypatch.setattr(body_module.time, "monotonic", lambda: next(now) * seconds)
-    sizes = [len(chunk) for chunk in Chunks(GatherBody([memoryview(bytearray(2**22))]))]
+    sizes = [len(chunk) for chunk in Chunks(body_of(bytearray(2**22)))]
     assert (sizes[0], max(sizes), sum(sizes)) == (2**16, last, 2**22)
 
 
 def test_what_is_sent_once_more_is_no_progress() -> None:
-    progress, body = Progress(600), GatherBody([memoryview(bytes(3 * 2**20)), memoryview(b"end")])
+    progress, body = Progress(600), body_of(bytes(3 * 2**20), b"end")
 
     def send() -> None:
         next(iter(Chunks(body)))

@@ -264,6 +264,7 @@ FORGED = {
     "empty": Fault.forge(200),
     "page": Fault.forge(200, PAGE, HTML),
     "page of XML": Fault.forge(200, b"<html><body/></html>", HTML),
+    "page of comments": Fault.forge(200, b"<!-- a -->" * 40 + PAGE, HTML),  # each of which may end at a later one's end
     "page not found": Fault.forge(404, PAGE, HTML),
     "no content": Fault.forge(204),
     "another page": Fault.forge(203, PAGE, {**HTML, "ETag": '"static"'}),

@@ -294,7 +294,7 @@ def test_what_a_transfer_found_the_next_begins_with_and_after_a_while_it_is_trie
     assert Transfer(width, 1.0, 1.0, most=3).tuning.connections == 3
 
 
-@pytest.mark.parametrize("why", ["idle", "throttled", "ended", "no more", "busy host"])
+@pytest.mark.parametrize("why", ["idle", "throttled", "no more", "busy host"])
 def test_when_nothing_is_learned(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     transfer = Transfer(width := Width(4), 85 * MIB, 8000 * MIB, most=4 if why == "no more" else 64)
     transfer.is_busy = why != "idle"
@@ -302,8 +302,6 @@ def test_when_nothing_is_learned(why: str, monkeypatch: pytest.MonkeyPatch) -> N
         monkeypatch.setattr(pressure, "_cpu_ticks", lambda: (0, round(100 * transfer.now)))
     if why == "throttled":
         transfer.known.gate.throttled(0.0)
-    if why == "ended":
-        transfer.tuning.close()
     transfer.run(3.0)
     assert width.connections == 4
 
@@ -314,7 +312,6 @@ def test_connections_whose_worth_a_transfer_did_not_see_are_judged_by_the_next(a
     first = Transfer(width := Width(4), 85 * MIB, total)
     while first.sizes != [32]:
         first.run(0.01)
-    first.tuning.close()
     assert width.connections == 32
     second = Transfer(width, 85 * MIB, total)
     second.run(2.0)

@@ -134,7 +134,7 @@ def test_what_fails_when_it_is_cancelled_is_not_the_cause(error: Exception) -> N
 
 def test_a_wait_that_would_outlast_the_deadline_is_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(retry, "backoff", lambda _: 3600.0)
-    error, deadline = client_error("SlowDown", 503), Deadline.start("DCP_S3_SAVE_TIMEOUT", 60.0)
+    error, deadline = client_error("SlowDown", 503), Deadline("DCP_S3_SAVE_TIMEOUT", 60.0, time.monotonic() + 60.0)
     request, calls = failing(99, error)
     with pytest.raises(errors.DeadlineExceededError, match="1 attempts, the last: SlowDown: no") as failure:
         call(request, operation="GetObject", bucket="b", attempts=5, deadline=deadline)
@@ -285,7 +285,7 @@ def test_a_large_object_may_take_longer_than_that_if_it_moves(faulty: FaultyServ
 
 
 def test_what_is_sent_again_and_slowly_ends() -> None:
-    body, sent = GatherBody([memoryview(bytes(3 * MIB))]), list[int]()
+    body, sent = GatherBody([memoryview(bytes(3 * MIB))], 3 * MIB), list[int]()
 
     def send() -> None:
         for piece in Chunks(body):

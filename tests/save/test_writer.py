@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
+import secrets
 import threading
 import time
 import weakref
@@ -26,7 +27,7 @@ from dcp_s3.checkpoint.look import inspect
 from dcp_s3.coordination.identity import Attempt
 from dcp_s3.coordination.processes import count_of, settle_saves
 from dcp_s3.failures import called_by_dcp, without_tracebacks
-from dcp_s3.format.layout import METADATA, new_save_id
+from dcp_s3.format.layout import METADATA
 from dcp_s3.format.metadata import load_metadata
 from dcp_s3.retention.prune import prune
 from dcp_s3.save import joint, save
@@ -192,7 +193,7 @@ SETTINGS = resolve_settings({"rank_timeout": 1.0})
 @pytest.fixture
 def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[MemoryStore]:
     store = MemoryStore()
-    monkeypatch.setattr(save, "store_of", lambda *_: store)
+    monkeypatch.setattr(save, "S3Store", lambda *_: store)
     yield store
     joint._learned.clear()
     for thread in threading.enumerate():
@@ -284,7 +285,7 @@ def test_what_replaces_a_save_at_once_is_not_taken_for_it(store: MemoryStore, mo
     def replace_first(*arguments: Any) -> str | None:
         made = threading.current_thread() is threading.main_thread()
         if made and replacing.acquire(blocking=False):
-            _run(Save(URL, new_save_id(), SETTINGS, overwrite=True))
+            _run(Save(URL, secrets.token_hex(8), SETTINGS, overwrite=True))
         return find(*arguments)
 
     monkeypatch.setattr(JointSave, "clean", lambda *_: None)

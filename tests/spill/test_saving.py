@@ -21,7 +21,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from dcp_s3 import errors, latest
-from dcp_s3.checkpoint.commit_state import Beginning
+from dcp_s3.checkpoint.commit import Beginning
+from dcp_s3.events import Event, Spilled
 from dcp_s3.limit import Limit
 from dcp_s3.memory import Piece, crc64nvme
 from dcp_s3.s3.store import S3Store
@@ -100,7 +101,6 @@ def test_what_s3_does_not_take_is_spilled_and_drained(
     spill.server.rule = rule
     with make_store(spill, **settings).batch(total=3 * MIB, keys=KEYS) as batch, ThreadPoolExecutor(3) as pool:
         stored = list(pool.map(lambda key: batch.put_stream(key, MIB, Object(DATA[key])), KEYS))
-        batch.settle()
     assert [each.crc64nvme for each in stored] == [crc64nvme(DATA[key]) for key in KEYS]
     assert [each.spilled for each in stored] == [name in spilled for name in "abc"]
     saves = spill.store.scan()
@@ -111,6 +111,12 @@ def test_what_s3_does_not_take_is_spilled_and_drained(
     spill.drain()
     assert {key: spill.server.s3.read(BUCKET, key) for key in KEYS} == DATA
     assert spill.server.s3.open_uploads(BUCKET) == []
+
+
+def test_who_listens_to_a_writer_hears_what_it_spills(spill: Spill) -> None:
+    seen: list[Event] = []
+    spill.save(spill.url("step-1"), small_state(1), on_event=seen.append)
+    assert [each.local for each in seen if isinstance(each, Spilled)] == [True]
 
 
 def test_a_batch_that_fails_leaves_neither_objects_nor_files(spill: Spill) -> None:
