@@ -66,9 +66,7 @@ def test_the_manifest_names_exactly_what_is_there(root: str, s3: Any, bucket: st
 
 
 @pytest.mark.parametrize("single_ranks", [False, True])
-def test_an_existing_checkpoint_is_refused_before_any_byte_moves_or_replaced_whole(
-    run: Run, single_ranks: bool
-) -> None:
+def test_what_is_there_is_refused_before_any_byte_moves_or_replaced_whole(run: Run, single_ranks: bool) -> None:
     if single_ranks:
         run.save_on_ranks("step-1", 2)
     else:
@@ -88,9 +86,7 @@ def test_an_existing_checkpoint_is_refused_before_any_byte_moves_or_replaced_who
 
 @pytest.mark.parametrize("applied", [False, True])
 @pytest.mark.parametrize("overwrite", [False, True])
-def test_at_every_request_of_a_save_the_url_holds_the_old_or_the_new_one_whole(
-    run: Run, overwrite: bool, applied: bool
-) -> None:
+def test_at_every_request_the_old_or_the_new_one_is_there_whole(run: Run, overwrite: bool, applied: bool) -> None:
     """The process dies at its n-th request, for every n."""
     if overwrite:
         run.save("step-1", objects=2)

@@ -1,290 +1,33 @@
-"""What is compared with the save before, and what is copied of it. Pure, but for the memory of tensors."""
+"""What is compared with the save before, and what S3 copies of it. In `tests.soak` at random, and with faults."""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Mapping
-from types import SimpleNamespace
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from dcp_s3 import CheckpointManager, S3StorageWriter, errors
-from dcp_s3.format.archive import compute_frame
-from dcp_s3.format.blocks import Blocks, block_size, get_facts, make_storage_info, moved_info, pack_crcs
+import tests.memory_s3.store as server_store
+from dcp_s3 import CheckpointManager, S3StorageWriter, errors, events
+from dcp_s3.format.blocks import make_storage_info
 from dcp_s3.format.control_files import ObjectEntry
-from dcp_s3.format.layout import data_object
-from dcp_s3.memory import combine_crc64nvme, crc64nvme, crc_hex
+from dcp_s3.memory import crc64nvme
 from dcp_s3.save import incremental
-from dcp_s3.save.incremental import SavedItem, SavedObject, find_unchanged, plan_changes, recall, remember
+from dcp_s3.save.incremental import recall, remember
 from dcp_s3.save.objects import ItemWriteResult
-from dcp_s3.save.plan import WriteBucket
-from dcp_s3.settings import MIN_PART_SIZE, Settings
+from dcp_s3.settings import Settings
 from dcp_s3.url import parse_url
+from tests.end_to_end.loads import assert_loads
+from tests.faulty import BUCKET, FaultyServer
 
 MIB = 2**20
-
-
-def item(fqn: str, *shape: int, dtype: torch.dtype = torch.uint8) -> WriteItem:
-    size = torch.Size(shape)
-    chunk = ChunkStorageMetadata(torch.Size([0] * len(shape)), size)
-    data = TensorWriteData(chunk, TensorProperties(dtype=dtype), size)
-    return WriteItem(MetadataIndex(fqn, torch.Size([0])), WriteItemType.SHARD, tensor_data=data)
-
-
-class Model:
-    """The saves of one rank, and what lies at each key: which version of which item, of how many bytes."""
-
-    def __init__(self, sizes: Mapping[str, int], max_buckets: int = 4) -> None:
-        self.groups = {"max_buckets": max_buckets, "min_bucket_size": 8 * MIB}
-        self.items = [item(fqn, size) for fqn, size in sizes.items()]
-        self.versions = dict.fromkeys(sizes, 0)
-        self.saved: dict[MetadataIndex, SavedItem] = {}
-        self.objects: dict[str, list[tuple[str, int, int]]] = {}
-        self.numbers = itertools.count()
-        self.buckets: list[WriteBucket] = []
-
-    def crc(self, fqn: str, version: int) -> int:
-        return crc64nvme(f"{fqn} {version}".encode())
-
-    def framed(self, fqn: str, version: int, each: WriteItem) -> list[tuple[int, int]]:
-        assert each.tensor_data is not None
-        frame = compute_frame(torch.uint8, each.tensor_data.chunk.sizes)
-        around = [(crc64nvme(part), len(part)) for part in (frame.header, frame.trailer)]
-        return [around[0], (self.crc(fqn, version), frame.nbytes), around[1]]
-
-    def save(self, *changed: str) -> tuple[int, int]:
-        for fqn in changed:
-            self.versions[fqn] += 1
-        url = parse_url(f"s3://bucket/run/step-{next(self.numbers)}")
-        unchanged = {
-            each.index
-            for each in self.items
-            if (old := self.saved.get(each.index))
-            and get_facts(old.info)[1] == self.crc(each.index.fqn, self.versions[each.index.fqn])
-        }
-        self.buckets = plan_changes(self.items, unchanged, self.saved, **self.groups)
-        planned = [each.index.fqn for bucket in self.buckets for each in bucket.items]
-        assert sorted(planned) == sorted(self.versions), "each item once"
-        results: list[ItemWriteResult] = []
-        sent = copied = 0
-        for number, bucket in enumerate(self.buckets):
-            path = data_object(0, number, "abcdef")
-            content = self._copy(bucket) if bucket.copied else self._send(bucket)
-            size = sum(length for _, _, length in content)
-            crc = combine_crc64nvme(
-                part for fqn, version, _ in content for part in self.framed(fqn, version, self._item(fqn))
-            )
-            if bucket.copied is None:
-                infos = self._infos(bucket, path)
-                sent += size
-            else:
-                assert bucket.copied.crc == crc
-                infos = [moved_info(info, path, offset) for info, offset in bucket.copied.places]
-                copied += size
-            self.objects[url.key(path)] = content
-            entry = ObjectEntry(path, size, crc_hex(crc))
-            offset = 0
-            for place, (each, info) in enumerate(zip(bucket.items, infos, strict=True)):
-                fqn = each.index.fqn
-                assert content[place][:2] == (fqn, self.versions[fqn]), "the bytes are those of the state"
-                assert (info.offset, info.length, get_facts(info)[1]) == (
-                    offset, content[place][2], self.crc(fqn, self.versions[fqn])
-                )  # fmt: skip
-                offset += info.length
-                results.append(ItemWriteResult(each.index, info.length, info, entry if place == 0 else None))
-        remember(url, 0, self.items, results)
-        self.saved = dict(recall(url, 0))
-        assert set(self.saved) == {each.index for each in self.items}
-        return sent, copied
-
-    def _item(self, fqn: str) -> WriteItem:
-        return next(each for each in self.items if each.index.fqn == fqn)
-
-    def _send(self, bucket: WriteBucket) -> list[tuple[str, int, int]]:
-        names = [each.index.fqn for each in bucket.items]
-        return [(fqn, self.versions[fqn], sum(n for _, n in self.framed(fqn, 0, self._item(fqn)))) for fqn in names]
-
-    def _infos(self, bucket: WriteBucket, path: str) -> list[Any]:
-        infos, offset = [], 0
-        for fqn, version, length in self._send(bucket):
-            header = self.framed(fqn, version, self._item(fqn))[0][1]
-            infos.append(make_storage_info(path, offset, length, raw_offset=header, crc64nvme=self.crc(fqn, version)))
-            offset += length
-        return infos
-
-    def _copy(self, bucket: WriteBucket) -> list[tuple[str, int, int]]:
-        """What S3 would make of the ranges."""
-        assert bucket.copied is not None
-        ranges, found = bucket.copied.ranges, []
-        whole = len(ranges) == 1 and ranges[0].start == 0 and ranges[0].stop == ranges[0].size
-        assert whole or all(each.stop - each.start >= MIN_PART_SIZE for each in ranges), "S3 takes no smaller part"
-        for each in ranges:
-            offset, inside = 0, []
-            for part in self.objects[each.key]:
-                if each.start <= offset < each.stop:
-                    inside.append(part)
-                offset += part[2]
-            assert each.size == offset
-            assert sum(part[2] for part in inside) == each.stop - each.start, "it begins and ends with items"
-            found += inside
-        return found
-
-
-SIZES = {f"layer{number}.{name}": size for number in range(6) for name, size in (("w", 6 * MIB), ("lora", 1000))}
-
-
-def test_what_is_frozen_among_what_is_not_is_copied_at_once_and_later_as_whole_objects() -> None:
-    model = Model(SIZES)
-    changed = [fqn for fqn in SIZES if fqn.endswith("lora")]
-    assert model.save()[1] == 0
-    for turn in range(3):
-        sent, copied = model.save(*changed)
-        assert sent < 20_000
-        assert copied > 36 * MIB
-        ranges = [each for bucket in model.buckets if bucket.copied for each in bucket.copied.ranges]
-        assert turn == 0 or all(each.stop - each.start == each.size for each in ranges)
-
-
-def test_what_is_too_small_to_be_copied_is_sent_once_more_in_an_object_of_its_own() -> None:
-    sizes = {f"layer{number}.{name}": 4 * MIB for number in range(4) for name in ("w", "lora")}
-    model = Model(sizes, max_buckets=1)
-    changed = [fqn for fqn in sizes if fqn.endswith("lora")]
-    model.save()
-    assert model.save(*changed)[1] == 0
-    sent, copied = model.save(*changed)
-    assert sent // MIB == copied // MIB == 16
-
-
-def test_all_changed_is_planned_like_a_save_that_is_not_incremental() -> None:
-    model = Model(SIZES)
-    model.save()
-    first = model.buckets
-    assert model.save(*SIZES)[1] == 0
-    assert model.buckets == first
-
-
-def test_copies_do_not_become_ever_more_objects() -> None:
-    """Layer after layer is frozen."""
-    sizes = {f"layer{number}": 6 * MIB if number % 2 else 10_000 for number in range(100)}
-    model = Model(sizes)
-    for number in range(100):
-        model.save(*list(sizes)[number:])
-        copies = [bucket for bucket in model.buckets if bucket.copied]
-        assert len(copies) <= incremental.MOST_COPIES
-        assert len(model.buckets) <= incremental.MOST_COPIES + 8
-    model.save()
-    assert model.save()[0] == 0
-
-
-@given(
-    st.dictionaries(
-        st.text("abc", min_size=1, max_size=6), st.sampled_from([0, 100, 300_000, 2 * MIB, 6 * MIB, 11 * MIB]),
-        min_size=1, max_size=25,
-    ),
-    st.lists(st.integers(0, 2**25 - 1), min_size=1, max_size=8),
-)  # fmt: skip
-def test_any_changes(sizes: dict[str, int], changes: list[int]) -> None:
-    model = Model(sizes)
-    model.save()
-    for bits in changes:
-        changed = {fqn for number, fqn in enumerate(sizes) if bits >> number & 1}
-        sent, copied = model.save(*changed)
-        assert sent + copied == sum(length for bucket in model.buckets for _, _, length in model._send(bucket))
-    assert model.save()[1] >= copied, "what was copied is copied again"
-
-
-# --- what has changed ---------------------------------------------------------------------------------------
-
-
-def saved(tensor: torch.Tensor) -> SavedItem:
-    data = bytes(tensor.contiguous().view(-1).view(torch.uint8).tolist())
-    block = block_size(len(data)) if data else 64
-    crcs = [crc64nvme(data[:end]) for end in range(block, len(data), block)]
-    info = make_storage_info(
-        "p", 0, len(data), raw_offset=0, crc64nvme=crc64nvme(data),
-        blocks=Blocks(block, pack_crcs(crcs), crc64nvme(data)) if len(data) > block else None,
-    )  # fmt: skip
-    return SavedItem(SavedObject("k", len(data), 0), info, tensor.dtype, tensor.shape)
-
-
-def unchanged(before: torch.Tensor, after: Any, planned: torch.Tensor | None = None) -> bool:
-    planned = before if planned is None else planned
-    each = item("t", *planned.shape, dtype=planned.dtype)
-    planner: Any = SimpleNamespace(resolve_data=lambda _: after)
-    return bool(find_unchanged([each], {each.index: saved(before)}, planner))
-
-
-@pytest.mark.parametrize("size", [0, 1, 2000, 50_000])
-def test_a_tensor_has_not_changed_if_its_bytes_have_not(size: int) -> None:
-    tensor = torch.randn(size, generator=torch.manual_seed(size))
-    assert unchanged(tensor, tensor.clone())
-    for place in {0, size // 2, size - 1} if size else ():
-        other = tensor.clone()
-        other[place] += 1
-        assert not unchanged(tensor, other)
-
-
-_ZEROS = torch.zeros(8)
-
-
-@pytest.mark.parametrize(
-    ("after", "planned"),
-    [
-        (torch.zeros(8, dtype=torch.int32), _ZEROS), (torch.zeros(4, 2), _ZEROS), (torch.zeros(9), _ZEROS),
-        (_ZEROS.to_sparse(), _ZEROS),
-        # Its item is no raw bytes of what the metadata say.
-        (_ZEROS, torch.zeros(8, dtype=torch.bfloat16)), (_ZEROS, torch.zeros(4, 2)),
-    ],
-    ids=["dtype", "shape", "size", "sparse", "planned dtype", "planned shape"],
-)  # fmt: skip
-def test_another_dtype_shape_or_layout_is_a_change(after: Any, planned: torch.Tensor) -> None:
-    assert not unchanged(_ZEROS, after, planned)
-
-
-def test_strided_and_conjugated_tensors_are_compared_by_what_is_saved_of_them() -> None:
-    tensor = torch.randn(300, 70)
-    assert unchanged(tensor.t(), tensor.t())
-    assert not unchanged(tensor.t(), tensor.reshape(70, 300))
-    complex_ = torch.randn(300, dtype=torch.complex64)
-    assert unchanged(complex_.conj().resolve_conj(), complex_.conj())
-    assert unchanged(torch.full((9,), torch.nan), torch.full((9,), torch.nan))
-    assert not unchanged(torch.zeros(9), -torch.zeros(9)), "bits are compared"
-
-
-def test_of_what_has_changed_mostly_the_first_block_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    read: list[int] = []
-
-    def counted(data: Any, previous: int = 0) -> int:
-        read.append(len(data))
-        return int(crc64nvme(data, previous))
-
-    before = torch.zeros(4 * MIB, dtype=torch.uint8)
-    state = saved(before)
-    monkeypatch.setattr(incremental, "crc64nvme", counted)
-    planner: Any = SimpleNamespace(resolve_data=lambda _: before + 1)
-    each = item("t", 4 * MIB)
-    assert not find_unchanged([each], {each.index: state}, planner)
-    assert sum(read) == 4 * MIB // 64
-
-
-# --- what is remembered ---------------------------------------------------------------------------------------
-
-
-def note(url: str, fqn: str, rank: int = 0, spilled: bool = False, crc: str | None = "0" * 16) -> None:
-    each = item(fqn, 10)
-    info = make_storage_info("p", 0, 10, raw_offset=0, crc64nvme=None if crc is None else 0)
-    result = ItemWriteResult(each.index, 10, info, ObjectEntry("p", 10, crc), spilled)
-    remember(parse_url(url), rank, [each], [result])
-
-
-def recalled(url: str, rank: int = 0) -> set[str]:
-    return {index.fqn for index in recall(parse_url(url), rank)}
+SMALLEST = 8192
+"""Bytes of a part that is copied, so that states may be small."""
 
 
 @pytest.fixture(autouse=True)
@@ -292,7 +35,152 @@ def _forget() -> None:
     incremental._memories.clear()
 
 
-def test_the_last_save_of_the_same_kind_is_found() -> None:
+class Training:
+    """Saves step after step; each checkpoint is looked at."""
+
+    def __init__(self, server: FaultyServer) -> None:
+        self._server, self._step = server, 0
+
+    def save(self, state: dict[str, Any], planner: Any = None) -> tuple[events.Written, set[str]]:
+        """What was written, and how it was copied: whole objects by CopyObject, ranges by UploadPartCopy."""
+        self._step += 1
+        heard, url = list[Any](), f"s3://{BUCKET}/run/{self._step}"
+        writer = S3StorageWriter(url, incremental=True, on_event=heard.append)
+        self._server.s3.reset_counters()
+        dcp.save(state, storage_writer=writer, planner=planner, no_dist=True)
+        requests = set(self._server.s3.counters.requests)
+        if planner is None:
+            assert_loads(url, state)
+        (written,) = (event for event in heard if isinstance(event, events.Written))
+        return written, requests & {"CopyObject", "UploadPartCopy"}
+
+
+@pytest.fixture
+def training(
+    faulty: FaultyServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> Iterator[Training]:
+    for module in (server_store, incremental):
+        monkeypatch.setattr(module, "MIN_PART_SIZE", SMALLEST)
+    yield Training(faulty)
+    refused = [each.getMessage() for each in caplog.get_records("call") if "is sent" in each.getMessage()]
+    assert refused == [], "S3 takes no smaller parts, and every copy is what was saved"
+
+
+def make_state(sizes: dict[str, int], value: int = 0) -> dict[str, Any]:
+    return {name: torch.full((size,), value, dtype=torch.uint8) for name, size in sizes.items()}
+
+
+def test_what_is_frozen_is_copied_at_once_and_later_as_whole_objects(training: Training) -> None:
+    """And when all has changed, it is saved as if nothing had been copied."""
+    sizes = {f"layer{number}.{name}": size for number in range(6) for name, size in (("w", 10_000), ("lora", 100))}
+    first, copies = training.save(make_state(sizes))
+    assert (first.copied_bytes, first.objects, copies) == (0, 1, set())
+    loras = {name: size for name, size in sizes.items() if name.endswith("lora")}
+    for turn in range(1, 4):
+        written, copies = training.save(make_state(sizes) | make_state(loras, turn))
+        assert written.copied_bytes > 60_000
+        assert written.bytes - written.copied_bytes < 10_000, "six small ones in their frames"
+        assert copies == {"UploadPartCopy" if turn == 1 else "CopyObject"}
+    written, _ = training.save(make_state(sizes, 9))
+    assert (written.copied_bytes, written.objects) == (0, 1)
+
+
+def test_what_is_too_small_to_be_copied_is_sent_once_more_in_an_object_of_its_own(training: Training) -> None:
+    sizes = {f"layer{number}.{name}": 5000 for number in range(4) for name in ("w", "lora")}
+    copied = []
+    for turn in range(3):
+        changed = {name: 5000 for name in sizes if name.endswith("lora")}
+        written, copies = training.save(make_state(sizes) | make_state(changed, turn))
+        copied.append((written.copied_bytes / written.bytes, copies))
+    assert copied == [(0, set()), (0, set()), (0.5, {"CopyObject"})]
+
+
+def test_copies_do_not_become_ever_more_objects(training: Training, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layer after layer is frozen."""
+    monkeypatch.setattr(incremental, "MOST_COPIES", 4)
+    sizes = {f"layer{number:02}": 10_000 if number % 2 else 100 for number in range(30)}
+    for number in range(30):
+        state = {name: torch.full((sizes[name],), min(at, number), dtype=torch.uint8) for at, name in enumerate(sizes)}
+        written, _ = training.save(state)
+        assert written.objects <= 4 + 2
+    training.save(state)
+    written, copies = training.save(state)
+    assert (written.copied_bytes, copies) == (written.bytes, {"CopyObject"}), "what was copied is copied again"
+
+
+# --- what has changed ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [0, 1, 2000, 50_000])
+def test_a_tensor_has_not_changed_if_its_bytes_have_not(training: Training, size: int) -> None:
+    tensor = torch.randn(size, generator=torch.manual_seed(size))
+    training.save({"t": tensor})
+    written, _ = training.save({"t": tensor.clone()})
+    assert written.copied_bytes == written.bytes
+    for place in {0, size // 2, size - 1} if size else ():
+        tensor[place] += 1
+        assert training.save({"t": tensor})[0].copied_bytes == 0
+
+
+_ZEROS = torch.zeros(8)
+
+
+@pytest.mark.parametrize(
+    ("planned", "given"),
+    [
+        *((other, other) for other in (_ZEROS.int(), _ZEROS.view(4, 2), torch.zeros(9))),
+        # Its item is no raw bytes of what the metadata say.
+        (_ZEROS, _ZEROS.bfloat16()), (_ZEROS, _ZEROS.view(4, 2)), (_ZEROS, _ZEROS.to_sparse()),
+        (_ZEROS.bfloat16(), _ZEROS), (_ZEROS.view(4, 2), _ZEROS),
+    ],
+    ids=["dtype", "shape", "size", "given dtype", "given shape", "sparse", "planned dtype", "planned shape"],
+)  # fmt: skip
+def test_another_dtype_or_shape_is_a_change(training: Training, planned: torch.Tensor, given: torch.Tensor) -> None:
+    training.save({"t": _ZEROS})
+    planner = DefaultSavePlanner()
+    planner.resolve_data = lambda _: given  # type: ignore[method-assign]
+    written, _ = training.save({"t": planned}, None if given is planned else planner)
+    assert written.copied_bytes == 0
+
+
+def test_strided_and_conjugated_tensors_are_compared_by_what_is_saved_of_them(training: Training) -> None:
+    tensor, complex_ = torch.randn(300, 70), torch.randn(300, dtype=torch.complex64)
+    training.save({"t": tensor.t(), "c": complex_.conj().resolve_conj()})
+    written, _ = training.save({"t": tensor.t().contiguous(), "c": complex_.conj()})
+    assert written.copied_bytes == written.bytes
+    assert training.save({"t": tensor.reshape(70, 300), "c": complex_})[0].copied_bytes == 0
+
+
+def test_of_a_change_the_first_block_is_read(training: Training, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[int] = []
+
+    def counted(data: Any, previous: int = 0) -> int:
+        read.append(len(data))
+        return int(crc64nvme(data, previous))
+
+    training.save(make_state({"t": 4 * MIB}))
+    monkeypatch.setattr(incremental, "crc64nvme", counted)
+    assert training.save(make_state({"t": 4 * MIB}, 1))[0].copied_bytes == 0
+    assert sum(read) == 4 * MIB // 64
+
+
+# --- what is remembered ---------------------------------------------------------------------------------------
+
+
+def note(url: str, fqn: str, spilled: bool = False, crc: str | None = "0" * 16) -> None:
+    size = torch.Size([10])
+    data = TensorWriteData(ChunkStorageMetadata(torch.Size([0]), size), TensorProperties(dtype=torch.uint8), size)
+    item = WriteItem(MetadataIndex(fqn, torch.Size([0])), WriteItemType.SHARD, tensor_data=data)
+    info = make_storage_info("p", 0, 10, raw_offset=0, crc64nvme=None if crc is None else 0)
+    result = ItemWriteResult(item.index, 10, info, ObjectEntry("p", 10, crc), spilled)
+    remember(parse_url(url), 0, [item], [result])
+
+
+def recalled(url: str, rank: int = 0) -> set[str]:
+    return {index.fqn for index in recall(parse_url(url), rank)}
+
+
+def test_the_last_save_of_the_same_kind_is_found_of_few_kinds() -> None:
     note("s3://bucket/run/model-1", "model")
     note("s3://bucket/run/optim-1", "optim")
     assert recalled("s3://bucket/run/model-2") == {"model"}
@@ -302,9 +190,6 @@ def test_the_last_save_of_the_same_kind_is_found() -> None:
     assert recalled("s3://bucket/run/model-2", rank=1) == set()
     note("s3://bucket/checkpoint-10/optimizer_0", "optim")
     assert recalled("s3://bucket/checkpoint-20/optimizer_0") == {"optim"}
-
-
-def test_few_kinds_are_remembered() -> None:
     for letter in "abcdef":
         note(f"s3://bucket/{letter}/x", letter)
     assert [recalled(f"s3://bucket/{letter}/x") for letter in "abcdef"] == [set(), set(), {"c"}, {"d"}, {"e"}, {"f"}]

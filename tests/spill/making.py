@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.api import CheckpointException
 
-from dcp_s3 import S3StorageReader, S3StorageWriter
+from dcp_s3 import S3StorageWriter
 from dcp_s3.memory import crc64nvme, encode_crc
 from dcp_s3.s3.store import S3Store
 from dcp_s3.settings import Settings
 from dcp_s3.spill.drain import Drainer, DrainReport
 from dcp_s3.spill.store import SpilledSave, SpillStore
 from dcp_s3.url import parse_url
-from tests.end_to_end.states import assert_same, blank, every_kind
+from tests.end_to_end.loads import assert_loads as assert_complete
+from tests.end_to_end.states import every_kind
 from tests.faulty import BUCKET, FaultyServer
 from tests.memory_s3 import Fault
 
@@ -34,13 +33,7 @@ class Spill:
         self.bucket_name = parse_url(root).bucket
         self.path = path
         self.store = SpillStore(path)
-        self._server = server
-
-    @property
-    def server(self) -> FaultyServer:
-        """Whose faults the test sets."""
-        assert self._server is not None
-        return self._server
+        self.server: Any = server
 
     @property
     def bucket(self) -> S3Store:
@@ -101,8 +94,8 @@ class Spill:
     def assert_empty(self) -> None:
         assert list((self.path / "saves").iterdir()) == []
         assert not (self.path / "refused").exists()
-        if self._server is not None:
-            assert self._server.s3.open_uploads(BUCKET) == []
+        if self.server is not None:
+            assert self.server.s3.open_uploads(BUCKET) == []
 
 
 def list_files(path: Path) -> list[str]:
@@ -146,20 +139,6 @@ def refuse_writes(request: Any) -> Fault | None:
 
 def allow_all(_: Any) -> None:
     return None
-
-
-def assert_complete(url: str, expected: dict[str, Any]) -> None:
-    found = blank(expected)
-    dcp.load(found, storage_reader=S3StorageReader(url))
-    assert_same(found, expected)
-
-
-def cause_of(operation: Callable[[], Any]) -> BaseException:
-    """Why a save or load fails."""
-    with pytest.raises(CheckpointException) as caught:
-        operation()
-    cause: BaseException = caught.value.failures[0][0]
-    return cause
 
 
 def begin_multipart(bucket: S3Store, key: str, data: bytes) -> None:

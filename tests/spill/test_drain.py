@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -19,14 +21,15 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from dcp_s3 import S3StorageWriter
 from dcp_s3.checkpoint.commit import Commit, publish
 from dcp_s3.checkpoint.commit_state import Previous
+from dcp_s3.errors import CheckpointError
 from dcp_s3.memory import Piece
 from dcp_s3.s3.store import S3Store
 from dcp_s3.settings import Settings, resolve_settings, stored_settings
 from dcp_s3.spill import drain as drain_module
 from dcp_s3.spill import saving as saving_module
-from dcp_s3.spill.drain import Drainer, DrainReport
-from dcp_s3.spill.journal import Journal
-from dcp_s3.spill.store import RefusedSave, SpilledSave, SpillStore
+from dcp_s3.spill.drain import Drainer, DrainReport, wait_until_drained
+from dcp_s3.spill.journal import Journal, State
+from dcp_s3.spill.store import SpillStore
 from tests.faulty import BUCKET
 from tests.memory_s3 import Fault
 from tests.objects import separate_objects
@@ -38,6 +41,7 @@ from tests.spill.making import (
     allow_all,
     assert_complete,
     begin_multipart,
+    damage,
     large_state,
     make_state,
     small_state,
@@ -70,13 +74,14 @@ def test_a_drain_that_is_stopped_ends_before_the_next_object(spill: Spill) -> No
     spill.drained(url, state)
 
 
-def test_a_drained_checkpoint_is_bit_identical_and_open_uploads_of_its_objects_are_aborted(anywhere: Spill) -> None:
+@pytest.mark.parametrize("checksum", ["auto", "none"])
+def test_a_drained_checkpoint_is_bit_identical_and_open_uploads_are_aborted(anywhere: Spill, checksum: str) -> None:
     spill, url, state = anywhere, anywhere.url("step-1"), make_state(1)
-    spill.save(url, state)
+    dcp.save(state, storage_writer=spill.writer(url, {"durability": "local", "checksum": checksum}))
     assert spill.list(url) == []
     key, data = spill.key(), (spill.data().path / "object-0").read_bytes()
     for size in (PART, 2 * PART):
-        begin_multipart(spill.bucket, key, data[:size])
+        begin_multipart(S3Store(spill.bucket_name, Settings(checksum=checksum)), key, data[:size])
     assert spill.drain() == DrainReport(uploaded=len(data), committed=[url])
     assert_complete(url, state)
     assert list(spill.bucket.uploads(key)) == []
@@ -84,34 +89,22 @@ def test_a_drained_checkpoint_is_bit_identical_and_open_uploads_of_its_objects_a
     assert spill.drain() == DrainReport()
 
 
-@pytest.mark.servers("memory", "rgw")
-@pytest.mark.parametrize("checksum", ["none", "crc64nvme"])
-def test_a_checkpoint_with_another_checksum_is_drained_too(anywhere: Spill, checksum: str) -> None:
-    spill, url, state = anywhere, anywhere.url("step-1"), large_state(1)
-    dcp.save(state, storage_writer=spill.writer(url, {"durability": "local", "checksum": checksum}))
-    store = S3Store(spill.bucket_name, Settings(checksum=checksum))
-    begin_multipart(store, spill.key(), (spill.data().path / "object-0").read_bytes()[:PART])
-    spill.drained(url, state)
-
-
-def test_an_object_that_is_complete_already_is_not_sent_again(spill: Spill) -> None:
+@pytest.mark.parametrize("what", ["the same", "other bytes", "gone from the disk"])
+def test_an_object_that_is_on_s3_is_sent_again_if_its_bytes_are_others(spill: Spill, what: str) -> None:
+    """S3 applied the PUT of the save, but said nothing; what is on disk may have other bytes of the same number."""
     url, state = spill.url("step-1"), large_state(1)
     spill.save(url, state)
     path = spill.data().path / "object-0"
-    spill.bucket.put_stream(spill.key(), path.stat().st_size, [Piece.of(path.read_bytes())])
-    path.unlink()  # so it goes when a drain dies between the upload and its journal
+    data, is_same = path.read_bytes(), what != "other bytes"
+    data = data if is_same else bytes(len(data))
+    spill.bucket.put_stream(spill.key(), len(data), [Piece.of(data)])
+    if what == "gone from the disk":
+        path.unlink()  # so it goes when a drain dies between the upload and its journal
     spill.server.s3.reset_counters()
     spill.drained(url, state)
     counted = spill.server.s3.counters.requests
-    assert not {"UploadPart", "CreateMultipartUpload"} & set(counted)
+    assert ("UploadPart" in counted, "CreateMultipartUpload" in counted) == (not is_same, not is_same)
     assert counted["PutObject"] == 2, "the manifest and .metadata"
-
-
-def test_an_object_of_other_bytes_is_sent_again(spill: Spill) -> None:
-    """S3 applied the PUT of the save, but said nothing; what is on disk has other bytes of the same number."""
-    spill.save(spill.url("step-1"), small_state(1))
-    spill.bucket.put(spill.key(), bytes((spill.data().path / "object-0").stat().st_size))
-    spill.drained(spill.url("step-1"), small_state(1))
 
 
 def test_a_commit_whose_drain_died_before_it_could_say_so_is_not_done_twice(spill: Spill) -> None:
@@ -128,9 +121,7 @@ def test_a_commit_whose_drain_died_before_it_could_say_so_is_not_done_twice(spil
     spill.assert_empty()
 
 
-def test_without_an_object_or_with_one_of_another_size_it_waits_and_is_never_visible(
-    spill: Spill, tmp_path: Path
-) -> None:
+def test_without_an_object_or_with_another_one_it_waits_unseen(spill: Spill, tmp_path: Path) -> None:
     url = spill.url("step-1")
     spill.save(url, small_state(1))
     commit, data, key = spill.commit(), spill.data(), spill.key()
@@ -245,30 +236,22 @@ def test_without_a_list_of_multipart_uploads_everything_is_drained(spill: Spill,
 # --- saves that end while the drain runs -----------------------------------------------------------------
 
 
-class ScannedBefore(SpillStore):
-    """Something happens between the scan and what the drain does with it, as if an upload had taken long."""
-
-    then: Callable[[], None] = staticmethod(lambda: None)
-
-    def read(self) -> tuple[list[SpilledSave], list[RefusedSave]]:
-        found = super().read()
-        self.then()
-        return found
-
-
 @pytest.mark.parametrize("how", ["is sealed", "ends on S3"])
 def test_a_save_that_ends_after_the_scan_is_not_given_up(spill: Spill, how: str) -> None:
-    store, url = ScannedBefore(spill.path), spill.url("step-1")
+    """Between the scan and what the drain does with it, as if an upload had taken long."""
+    url, read = spill.url("step-1"), SpillStore.read
     spill.bucket.put("run/step-1/x", b"another object of the save")
-    with store.begin(Journal(url, "1", 1.0, Settings().model_dump(), keys=("run/step-1/x",)), "0") as writer:
+    with spill.store.begin(Journal(url, "1", 1.0, Settings().model_dump(), keys=("run/step-1/x",)), "0") as writer:
 
-        def end() -> None:
+        def end_after(store: SpillStore) -> Any:
+            found = read(store)
             if how == "is sealed":
                 writer.seal(writer.journal)
             writer.__exit__()
+            return found
 
-        store.then = end
-        assert Drainer(store).run() == DrainReport()
+        with mock.patch.object(SpillStore, "read", end_after):
+            assert spill.drain() == DrainReport()
     assert spill.list(url) == ["run/step-1/x"]
 
 
@@ -283,9 +266,7 @@ def test_a_journal_that_comes_back_after_a_power_failure_costs_no_committed_chec
     assert_complete(url, small_state(1))
 
 
-def test_the_save_of_a_live_process_stays_and_one_whose_process_died_leaves_neither_objects_nor_uploads(
-    spill: Spill,
-) -> None:
+def test_the_save_of_a_live_process_stays_and_that_of_a_dead_one_goes(spill: Spill) -> None:
     url, key = spill.url("step-1"), "run/step-1/__0_0-ab.distcp"
     spill.bucket.put("run/step-1/__0_1-ab.distcp", b"x")
     begin_multipart(spill.bucket, key, bytes(MIB))
@@ -301,6 +282,117 @@ def test_the_save_of_a_live_process_stays_and_one_whose_process_died_leaves_neit
     assert not writer.path.exists()
     assert spill.list(url) == []
     assert spill.server.s3.open_uploads(BUCKET) == []
+
+
+# --- what is damaged is set aside, and never becomes a checkpoint ---------------------------------------
+
+
+def rewrite(change: Callable[[Journal], dict[str, Any]]) -> Callable[[Path], object]:
+    def rewritten(path: Path) -> None:
+        journal = Journal.from_bytes(path.read_bytes())
+        path.write_bytes(replace(journal, **change(journal)).to_bytes())
+
+    return rewritten
+
+
+SPOILED: list[tuple[str, Callable[[Path], object], str]] = [
+    ("object-0", damage, "the disk damaged it"),
+    ("object-0", lambda path: os.truncate(path, 100), "has 100 bytes"),
+    ("object-0", Path.unlink, "is gone"),
+    *((name, lambda path: damage(path, 100), "is damaged") for name in ("journal", "metadata", "manifest.json")),
+    *((name, Path.unlink, "is gone") for name in ("metadata", "manifest.json")),
+    ("journal", rewrite(lambda journal: {"settings": {**journal.settings, "part_size": "1"}}), "part_size"),
+    (
+        "journal",
+        rewrite(lambda journal: {"settings": {**journal.settings, "endpoint_url": "nonsense"}}),
+        "endpoint_url",
+    ),
+    ("journal", rewrite(lambda _: {"url": "/not/s3"}), "/not/s3"),
+]
+
+
+@pytest.mark.parametrize(("file", "spoil", "reason"), SPOILED)
+def test_what_is_damaged_or_makes_no_sense_is_set_aside_and_the_rest_drains(
+    spill: Spill, file: str, spoil: Callable[[Path], object], reason: str
+) -> None:
+    bad, good = spill.url("step-1"), spill.url("step-2")
+    spill.save(bad, small_state(1))
+    commit = spill.commit()
+    save = spill.data() if file in ("journal", "object-0") else commit
+    spoil(save.path / file)
+    (spill.store.saves / "README").write_text("a stray file does no harm")
+    spill.save(good, small_state(2))
+    report = spill.drain()
+    assert report.committed == [good]
+    assert reason in report.refused[save.name].lower()
+    assert (spill.store.refused / save.name).is_dir()
+    assert {each.path.name: each.reason for each in spill.store.list_refused()} == report.refused
+    assert spill.drain().committed == []
+    assert not spill.is_visible(bad)
+    assert_complete(good, small_state(2))
+    if reason in ("the disk damaged it", "has 100 bytes"):  # its commit waits for nothing any more, and says why
+        assert report.waiting == {}
+        with pytest.raises(CheckpointError, match=reason):
+            wait_until_drained(spill.store, commit, timeout=1)
+
+
+def test_a_link_is_neither_followed_nor_deleted(spill: Spill, tmp_path: Path) -> None:
+    spill.save(spill.url("step-1"), small_state(1))
+    secret, file = tmp_path / "secret.txt", spill.data().path / "object-0"
+    file.rename(secret)
+    file.symlink_to(secret)
+    assert spill.drain().committed == []
+    assert secret.exists()
+    assert spill.list(spill.url("step-1")) == []
+
+
+def test_a_journal_that_names_keys_elsewhere_deletes_nothing(spill: Spill) -> None:
+    url = spill.url("step-1")
+    spill.save_to_s3(url, small_state(1))
+    before = spill.list(url)
+    spill.save(spill.url("step-2"), small_state(2))
+    wrong = spill.data()
+    wrong.update(replace(wrong.journal, state=State.WRITING, keys=tuple(before)))
+    assert wrong.name in spill.drain().refused
+    assert spill.list(url) == before
+
+
+def test_a_journal_that_can_not_be_read_now_waits(spill: Spill) -> None:
+    url = spill.url("step-1")
+    spill.save(url, small_state(1))
+    data, read = spill.data(), Path.read_bytes
+
+    def fail(path: Path) -> bytes:
+        if path == data.path / "journal":
+            raise OSError(errno.EMFILE, "Too many open files")
+        return read(path)
+
+    with mock.patch.object(Path, "read_bytes", fail):
+        report = spill.drain()
+    assert report.refused == {}
+    assert "Too many open files" in report.waiting[data.name]
+    spill.drained(url, small_state(1))
+
+
+def test_only_the_owner_reads_what_waits_and_what_is_set_aside(spill: Spill) -> None:
+    spill.path.mkdir(mode=0o755)  # its owner's choice
+    for name in ("saves", "new", "refused"):  # as an earlier version made them
+        (spill.path / name).mkdir(mode=0o755)
+    previous = os.umask(0)
+    try:
+        spill.save(spill.url("step-1"), small_state(1))
+        spill.drain()
+        spill.save(spill.url("step-2"), small_state(2))
+        damage(spill.data().path / "object-0")
+        spill.drain()
+        spill.save(spill.url("step-3"), small_state(3))
+    finally:
+        os.umask(previous)
+    found = list(spill.path.rglob("*"))
+    assert {path.name for path in found} >= {"journal", "object-0", "metadata", "manifest.json", "reason.txt"}
+    wrong = [str(path) for path in found if path.stat().st_mode & 0o777 != (0o700 if path.is_dir() else 0o600)]
+    assert wrong == []
+    assert spill.path.stat().st_mode & 0o777 == 0o755
 
 
 # --- several ranks, with a spill directory each or one for all -----------------------------------------
@@ -335,9 +427,7 @@ def _overwrite_and_wait(directories: list[str]) -> None:
 
 
 @pytest.mark.usefixtures("spill")
-def test_the_commit_waits_for_all_and_no_rank_takes_the_checkpoint_that_is_overwritten_for_its_own(
-    tmp_path: Path,
-) -> None:
+def test_the_commit_waits_for_all_and_no_rank_takes_the_old_one_for_its_own(tmp_path: Path) -> None:
     paths = [str(tmp_path / str(number)) for number in range(2)]
     run_ranks(2, _overwrite_and_wait, paths)
     assert_complete(URL, full_state(1))

@@ -29,18 +29,15 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
-from dcp_s3 import S3StorageReader, S3StorageWriter, list_checkpoints
+from dcp_s3 import S3StorageWriter, list_checkpoints
 from dcp_s3.spill.drain import Drainer
 from dcp_s3.spill.store import SpillStore
-from tests.end_to_end.states import assert_same, blank
+from tests.end_to_end.loads import assert_loads
 from tests.faulty import BUCKET, FaultyServer, serve
 from tests.killing import AtRequest, begin, kill_all, new_process, read_lines, running, say, wait_until_quiet
 from tests.memory_s3 import Fault
 
-pytestmark = [
-    pytest.mark.counted,
-    pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning"),
-]
+pytestmark = [pytest.mark.counted, pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")]
 
 logger = logging.getLogger(__name__)
 
@@ -188,9 +185,8 @@ def test_what_was_durable_is_there_after_a_kill_of(
     scene: str, seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = {"PART_SIZE": "5MiB", "RETRY_ATTEMPTS": "2", "CONCURRENCY": "4", "READ_TIMEOUT": "5s"}
-    for name, value in settings.items():
-        monkeypatch.setenv(f"DCP_S3_{name}", value)
-    for name, value in {"GLOO_SOCKET_IFNAME": "lo", "MASTER_ADDR": "127.0.0.1"}.items():
+    settings = {f"DCP_S3_{name}": value for name, value in settings.items()}
+    for name, value in {**settings, "GLOO_SOCKET_IFNAME": "lo", "MASTER_ADDR": "127.0.0.1"}.items():
         monkeypatch.setenv(name, value)
     with serve(monkeypatch) as server:
         point = KillPoint(SCENES[scene], seed, tmp_path, server)
@@ -290,11 +286,9 @@ class KillPoint:
         committed = {info.name for info in list_checkpoints(ROOT) if info.committed}
         problems = [*failed, *(f"{name} was durable, but is not committed" for name in durable - committed)]
         for name in sorted(committed):
-            expected = make_state(self.seed, int(name.removeprefix("step-")), self.scene.ranks)
-            loaded = blank(expected)
             try:
-                dcp.load(loaded, storage_reader=S3StorageReader(f"{ROOT}/{name}"), no_dist=True)
-                assert_same(loaded, expected, name)
+                step = int(name.removeprefix("step-"))
+                assert_loads(f"{ROOT}/{name}", make_state(self.seed, step, self.scene.ranks))
             except (CheckpointException, AssertionError) as error:
                 problems.append(f"{name} is committed, but not whole: {error!r}")
         visible = {key.split("/")[1] for key in self._server.s3.objects(BUCKET) if key.endswith(".metadata")}

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import functools
+import json
 import os
 import subprocess
 from collections.abc import Callable, Iterator
@@ -20,14 +22,16 @@ import torch.distributed.checkpoint as dcp
 
 from dcp_s3 import errors
 from dcp_s3.errors import SpillError
-from dcp_s3.memory import Piece
+from dcp_s3.format.control_files import AttachmentEntry, ObjectEntry
+from dcp_s3.memory import Piece, crc64nvme, crc_hex
 from dcp_s3.settings import Settings
 from dcp_s3.spill.drain import Drainer, DrainReport
-from dcp_s3.spill.journal import Journal, State
+from dcp_s3.spill.journal import Journal, JournalError, SpilledCommit, SpilledObject, State
 from dcp_s3.spill.store import SpilledSave, SpillStore
+from tests.end_to_end.loads import failure
 from tests.faulty import BUCKET
 from tests.memory_s3 import Fault
-from tests.spill.making import MIB, Spill, allow_all, assert_complete, cause_of, list_files, refuse_all, small_state
+from tests.spill.making import MIB, Spill, allow_all, assert_complete, list_files, refuse_all, small_state
 
 
 def make_journal(**changes: Any) -> Journal:
@@ -54,48 +58,28 @@ class Crash(Exception):
     """The machine stops here."""
 
 
-@pytest.mark.parametrize("call", ["fsync", "replace"])
-@pytest.mark.parametrize("number", [1, 2])
-def test_a_crash_while_a_journal_is_replaced_leaves_the_old_one_or_the_new(
-    store: SpillStore, call: str, number: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    save = seal(store)
-    old, new = save.journal, replace(save.journal, keys=("a", "b"))
-    calls: list[str] = []
-    real = getattr(os, call)
+def test_a_crash_leaves_the_old_journal_or_the_new(store: SpillStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    save, calls, crash_at = seal(store), list[str](), 0
 
-    def crash(*arguments: Any) -> Any:
-        calls.append(call)
-        if len(calls) == number:
+    def call(name: str, real: Any, *arguments: Any) -> Any:
+        calls.append(name)
+        if len(calls) == crash_at:
             raise Crash
         return real(*arguments)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(os, call, crash)
-        with contextlib.suppress(Crash):
-            save.update(new)
-    (found,) = store.scan()
-    expected = new if len(calls) < number or (call, number) == ("fsync", 2) else old
-    assert found.journal == expected
-    assert save.journal in (old, new)
-
-
-def test_what_is_written_of_a_journal_is_flushed_before_it_has_its_name(
-    store: SpillStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    order: list[str] = []
     for name in ("fsync", "replace", "rename"):
-        real = getattr(os, name)
-
-        def note(*arguments: Any, _real: Any = real, _name: str = name) -> Any:
-            order.append(_name)
-            return _real(*arguments)
-
-        monkeypatch.setattr(os, name, note)
-    with store.begin(make_journal(), "0") as writer:
-        order.clear()
-        writer.seal(writer.journal)
-    assert order == ["fsync", "fsync", "replace", "fsync"], "files' directory, journal, its name, the directory"
+        monkeypatch.setattr(os, name, functools.partial(call, name, getattr(os, name)))
+    old, new = save.journal, replace(save.journal, keys=("a", "b"))
+    for crash_at in (1, 2, 3):
+        calls.clear()
+        with pytest.raises(Crash):
+            save.update(new)
+        (found,) = store.scan()
+        assert (found.journal, save.journal) == (new if crash_at == 3 else old, old)
+    crash_at = 0
+    calls.clear()
+    save.seal(new)
+    assert calls == ["fsync", "fsync", "replace", "fsync"], "files' directory, journal, its name, the directory"
 
 
 def test_a_sealed_save_is_there_with_its_files_and_another_leaves_nothing(store: SpillStore) -> None:
@@ -191,6 +175,55 @@ def test_a_child_that_was_forked_meanwhile_does_not_keep_the_locks(store: SpillS
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         (save,) = store.scan()
         assert not save.is_being_written()
+
+
+# --- the journal is read as it was written, or known to be damaged -------------------------------------
+
+EXAMPLE = Journal(
+    "s3://bucket/run/step-1",
+    "0123456789abcdef",
+    1700000000.25,
+    Settings().model_dump(),
+    State.SEALED,
+    ("run/step-1/__0_0-abc.distcp",),
+    (SpilledObject(ObjectEntry("__0_0-abc.distcp", 12, "00000000000000ff"), "object-0", 5, "00000000000000ff"),),
+    SpilledCommit((AttachmentEntry("__0_0-abc.distcp", 12, attachment="a.pt"),), True, 3, {"metadata": "ff"}),
+)
+
+
+def sign(body: bytes) -> bytes:
+    """A body behind a first line that is right."""
+    return f"dcp_s3 journal {crc_hex(crc64nvme(body))}\n".encode() + body
+
+
+@pytest.mark.parametrize("journal", [EXAMPLE, Journal("s3://b/x", "1", 0.0, {})], ids=["full", "small"])
+def test_a_journal_that_is_cut_off_or_longer_or_has_any_byte_changed_is_refused(journal: Journal) -> None:
+    data = journal.to_bytes()
+    assert Journal.from_bytes(data) == journal
+    wrong = [data[:length] for length in range(len(data))] + [data + more for more in (b"x", b"\n", data)]
+    for flip in (0x01, 0x80):
+        flipped = (data[:at] + bytes([data[at] ^ flip]) + data[at + 1 :] for at in range(len(data)))
+        wrong.extend(flipped)
+    for each in (*wrong, sign(b""), sign(b"anything else")):
+        with pytest.raises(JournalError):
+            Journal.from_bytes(each)
+
+
+NAMES = ("../../../secret.txt", "/etc/passwd", "journal", "object-0/../x", "object-0\n", "")
+ENTRY = {"path": "x", "size": 1}
+WRONG: list[dict[str, Any]] = [
+    {"state": "half"}, {"settings": 7}, {"keys": None}, {"commit": [1]}, {"format_version": 2},
+    {"objects": [{"entry": {"wrong": 1}, "file": "object-0", "part_size": 1, "crc64nvme": ""}]},
+    *({"objects": [{"entry": ENTRY, "file": each, "part_size": 1, "crc64nvme": ""}]} for each in NAMES),
+    *({"commit": {"objects": [], file: each}} for each in NAMES for file in ("manifest", "metadata")),
+]  # fmt: skip
+
+
+def test_a_field_that_makes_no_sense_or_leads_elsewhere_is_refused() -> None:
+    fields = json.loads(EXAMPLE.to_bytes().partition(b"\n")[2])
+    for change in WRONG:
+        with pytest.raises(JournalError, match="not a journal"):
+            Journal.from_bytes(sign(json.dumps({**fields, **change}).encode()))
 
 
 # --- a disk that is full, over its limit, read-only, or no directory at all ----------------------------
@@ -296,7 +329,7 @@ def test_a_save_that_both_refuse_fails_names_both_and_leaves_nothing_after_a_dra
     with monkeypatch.context() as patch:
         DISKS[disk](spill.path, patch)
         spill.server.rule = refuse_all
-        cause = cause_of(lambda: save_to(spill, "step-2", make_state(2), durability))
+        cause = failure(lambda: save_to(spill, "step-2", make_state(2), durability))
     assert isinstance(cause, (errors.TransferError, errors.SpillError))
     text = "\n".join([str(cause), *getattr(cause, "__notes__", ())])
     assert "SlowDown" in text
@@ -313,14 +346,25 @@ def test_a_save_that_both_refuse_fails_names_both_and_leaves_nothing_after_a_dra
     assert_complete(spill.url("step-1"), before)
 
 
-@pytest.mark.parametrize("what", ["spill.saving.spill_commit", "spill.store.SpilledSave.seal"])
+@pytest.mark.parametrize(
+    ("what", "durability"),
+    [
+        ("spill.saving.spill_commit", "local"),
+        ("spill.store.SpilledSave.seal", "local"),
+        ("spill.saving.spill_commit", "s3"),
+    ],
+)
 def test_a_save_whose_end_the_disk_does_not_take_fails_and_leaves_no_checkpoint(
-    spill: Spill, monkeypatch: pytest.MonkeyPatch, what: str
+    spill: Spill, monkeypatch: pytest.MonkeyPatch, what: str, durability: str
 ) -> None:
+    spill.server.rule = lambda request: refuse_all(request) if "manifest" in request.key else None
     with monkeypatch.context() as patch:
         patch.setattr(f"dcp_s3.{what}", mock.Mock(side_effect=errors.SpillError("the disk is full")))
-        cause = cause_of(lambda: save_to(spill, "step-2", small_state(1), "local"))
-    assert isinstance(cause, errors.SpillError)
+        kind = errors.SpillError if durability == "local" else errors.TransferError
+        cause = failure(lambda: save_to(spill, "step-2", small_state(1), durability), kind)
+    assert "the disk is full" in str(cause)
+    assert durability == "local" or "SlowDown" in str(cause), "it names both"
+    spill.server.rule = allow_all
     spill.drain()
     assert not spill.is_visible(spill.url("step-2"))
     assert spill.files() == []

@@ -4,6 +4,7 @@ And each save waits for the one before it."""
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import io
 import multiprocessing
@@ -16,12 +17,14 @@ from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 from dcp_s3 import S3Stager
 from dcp_s3.stage import handover
+from dcp_s3.stage import stager as stager_module
 from dcp_s3.stage.handover import AsyncSave, StagedState, current_save, wait_for_saves
 from tests.end_to_end.states import assert_same, every_kind, random_tensor
 from tests.s3.waiting import until
@@ -35,33 +38,27 @@ def _serve(connection: Connection) -> None:
         del request, state
 
 
-class _Process:
-    def __init__(self) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._connection, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs,), daemon=True)
-        self._process.start()
-        theirs.close()
-
-    def ask(self, function: Callable[[Any], Any], state: Any) -> Any:
-        self._connection.send((function, state))
-        assert self._connection.poll(PATIENCE), "no answer"
-        return self._connection.recv()
-
-    def close(self) -> None:
-        self._connection.send(None)
-        self._process.join(PATIENCE)
-        code = self._process.exitcode
-        self._process.kill()
-        self._connection.close()
-        assert code == 0
+Ask = Callable[[Callable[[Any], Any], Any], Any]
 
 
 @pytest.fixture(scope="module")
-def process() -> Iterator[_Process]:
-    process = _Process()
-    yield process
-    process.close()
+def ask() -> Iterator[Ask]:
+    """Has a function called with a state in another process."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_serve, args=(theirs,), daemon=True)
+    process.start()
+    theirs.close()
+
+    def ask(function: Callable[[Any], Any], state: Any) -> Any:
+        ours.send((function, state))
+        assert ours.poll(PATIENCE), "no answer"
+        return ours.recv()
+
+    yield ask
+    ours.send(None)
+    process.join(PATIENCE)
+    assert process.exitcode == 0
 
 
 @pytest.fixture(params=["private", "shared", "file", "mixed"])
@@ -84,34 +81,31 @@ def _state() -> dict[str, Any]:
 def _echo(state: dict[str, Any]) -> Any:
     """Its bytes, and which of its tensors are those of ``base``. As bytes: nothing of torch's own handing over
     on the way back."""
-    assert isinstance(state, dict)
     file = io.BytesIO()
     torch.save(frozen(state), file)
-    if "base" not in state:
-        return file.getvalue(), []
     state["base"].fill_(5.0)
     return file.getvalue(), [bool((state[name] == 5).all()) for name in ("alias", "t", "large")]
 
 
-def _read(answer: tuple[bytes, list[bool]]) -> Any:
-    return torch.load(io.BytesIO(answer[0]), weights_only=False)
-
-
-def test_the_bytes_are_the_same_and_tied_tensors_stay_tied(process: _Process, stager: S3Stager) -> None:
+def test_the_bytes_are_the_same_and_tied_tensors_stay_tied(ask: Ask, stager: S3Stager) -> None:
     state = _state()
     staged = stager.stage(state)
     stager.close()
-    answer = process.ask(_echo, staged)  # a state outlives its stager
-    assert_same(_read(answer), frozen(state))
-    assert answer[1] == [True, False, False]
+    data, tied = ask(_echo, staged)  # a state outlives its stager
+    assert_same(torch.load(io.BytesIO(data), weights_only=False), frozen(state))
+    assert tied == [True, False, False]
 
 
-def test_private_memory_makes_the_pool_use_shared_memory(process: _Process) -> None:
+def _sum(state: dict[str, Any]) -> float:
+    return float(state["w"].sum())
+
+
+def test_private_memory_makes_the_pool_use_shared_memory(ask: Ask) -> None:
     stager = S3Stager()
     for value, kind in ((1.0, "private"), (2.0, "shared")):
         staged: Any = stager.stage({"w": torch.full((3,), value)})
         assert ([buffer.kind for buffer in staged.buffers], stager._pool.shared) == ([kind], kind == "shared")
-        assert _read(process.ask(_echo, staged))["w"].tolist() == [value] * 3
+        assert ask(_sum, staged) == 3 * value
         del staged
 
 
@@ -128,29 +122,25 @@ def test_a_plain_pickle_or_copy_is_a_plain_dict() -> None:
     assert len(pickle.dumps(large)) > 50 * 2**20
 
 
-def _sum(state: dict[str, Any]) -> float:
-    return float(state["w"].sum())
-
-
 def _descriptors_there(_: Any) -> int:
     gc.collect()
     return len(os.listdir("/proc/self/fd"))
 
 
 @pytest.mark.parametrize("shared", [True, False])
-def test_no_descriptors_are_left(process: _Process, shared: bool) -> None:
+def test_no_descriptors_are_left(ask: Ask, shared: bool) -> None:
     stager = S3Stager()
     before = theirs = 0
     for step in range(25):
         stager._pool.shared = shared
         staged: Any = stager.stage({"w": torch.full((1000,), float(step))})
-        assert process.ask(_sum, staged) == 1000.0 * step
+        assert ask(_sum, staged) == 1000.0 * step
         del staged
         if step == 4:
-            before, theirs = len(os.listdir("/proc/self/fd")), process.ask(_descriptors_there, {})
+            before, theirs = len(os.listdir("/proc/self/fd")), ask(_descriptors_there, {})
     gc.collect()
     until(lambda: len(os.listdir("/proc/self/fd")) <= before + 1)  # multiprocessing closes what it sent in a thread
-    assert process.ask(_descriptors_there, {}) <= theirs + 1
+    assert ask(_descriptors_there, {}) <= theirs + 1
 
 
 # --- one save at a time ------------------------------------------------------------------------------------
@@ -163,19 +153,43 @@ def _staged() -> StagedState:
     return state
 
 
-def test_a_save_waits_and_says_so_until_the_state_of_the_one_before_is_dropped(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def _save_in_a_thread(function: Callable[[], object]) -> threading.Thread:
+    """In a thread as torch begins for an asynchronous save."""
+    thread = threading.Thread(target=function, name="AsyncCheckpointExecutor_0", daemon=True)
+    thread.start()
+    return thread
+
+
+@pytest.mark.parametrize("has_begun", [False, True])
+def test_a_save_waits_and_says_so_until_the_one_before_has_ended(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, has_begun: bool
 ) -> None:
+    """However long it takes, once it has begun. Before that, until its state is dropped."""
     monkeypatch.setattr(handover, "_REPORT_SECONDS", 0.01)
-    staged = _staged()
+    if has_begun:
+        monkeypatch.setattr(handover, "_LOST_SECONDS", 0.0)
+    staged, begun, done = _staged(), threading.Event(), threading.Event()
     save = staged.save
+    assert save is not None
+
+    def run() -> None:
+        assert dict(staged.items()) == {"w": 1}
+        begun.set()
+        done.wait(PATIENCE)
+
+    if has_begun:
+        saving = _save_in_a_thread(run)
+        assert begun.wait(PATIENCE)
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(wait_for_saves)
-        until(lambda: "for the asynchronous save before it" in caplog.text)
+        until(lambda: caplog.text.count("for the asynchronous save before it") >= 2)
         assert not waiting.done()
-        assert save is not None
-        del staged
-        gc.collect()
+        if has_begun:
+            done.set()
+            saving.join(PATIENCE)
+        else:
+            del staged
+            gc.collect()
         until(waiting.done)
     assert save.has_ended
 
@@ -188,28 +202,6 @@ def test_a_save_that_was_never_begun_does_not_hold_the_others_up(monkeypatch: py
     assert staged.save not in handover._saves
 
 
-def test_a_save_that_has_begun_holds_the_others_up_however_long_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(handover, "_LOST_SECONDS", 0.0)
-    staged, begun, done = _staged(), threading.Event(), threading.Event()
-
-    def run() -> None:
-        assert dict(staged.items()) == {"w": 1}
-        begun.set()
-        done.wait(PATIENCE)
-
-    saving = threading.Thread(target=run, name="AsyncCheckpointExecutor_0", daemon=True)
-    saving.start()
-    assert begun.wait(PATIENCE)
-    waiting = threading.Thread(target=wait_for_saves, daemon=True)
-    waiting.start()
-    waiting.join(10 * handover._LOOK_SECONDS)
-    assert waiting.is_alive()
-    done.set()
-    waiting.join(PATIENCE)
-    assert not waiting.is_alive()
-    saving.join(PATIENCE)
-
-
 def test_two_saves_that_were_staged_at_once_do_not_wait_for_each_other() -> None:
     """Two threads that wait in `stage` for one save go on together when it ends."""
     staged = [_staged(), _staged()]
@@ -218,11 +210,7 @@ def test_two_saves_that_were_staged_at_once_do_not_wait_for_each_other() -> None
         assert dict(state.items()) == {"w": 1}
         wait_for_saves()
 
-    threads = [
-        threading.Thread(target=run, args=(state,), name="AsyncCheckpointExecutor_0", daemon=True) for state in staged
-    ]
-    for thread in reversed(threads):
-        thread.start()
+    threads = [_save_in_a_thread(functools.partial(run, state)) for state in reversed(staged)]
     for thread in threads:
         thread.join(PATIENCE)
     assert not any(thread.is_alive() for thread in threads)
@@ -244,9 +232,7 @@ def test_a_save_ends_with_its_thread(ours: bool) -> None:
     if ours:
         run()
     else:
-        thread = threading.Thread(target=run, name="AsyncCheckpointExecutor_0")
-        thread.start()
-        thread.join()
+        _save_in_a_thread(run).join()
     assert seen == [not ours]
     assert save.has_ended
     assert current_save() is None
@@ -254,10 +240,7 @@ def test_a_save_ends_with_its_thread(ours: bool) -> None:
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_an_interrupt_in_stage_leaves_no_save(monkeypatch: pytest.MonkeyPatch, asynchronous: bool) -> None:
-    def interrupt(*_: Any) -> Any:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(S3Stager, "_stage", interrupt)
+    monkeypatch.setattr(stager_module, "Snapshot", mock.Mock(side_effect=KeyboardInterrupt))
     before = list(handover._saves)
     with pytest.raises(KeyboardInterrupt):
         S3Stager(asynchronous=asynchronous).stage({"w": torch.zeros(3)})

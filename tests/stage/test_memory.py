@@ -39,25 +39,14 @@ def _mapped() -> int:
     return int(Path("/proc/self/statm").read_text().split()[0]) * PAGE
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_memory_can_be_written_and_read_and_a_file_has_no_name(kind: Kind, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["shared", "file"])
+def test_space_is_reserved_and_a_file_has_no_name(kind: Kind, tmp_path: Path) -> None:
     directory = tmp_path / "made" / "at need"
     buffer = HostBuffer(3 * PAGE + 5, kind, directory=str(directory))
-    lease = buffer.lease()
-    assert (len(lease), buffer.size) == (3 * PAGE + 5, 3 * PAGE + 5)
-    assert bytes(lease) == bytes(len(lease))
-    tensor = torch.frombuffer(lease, dtype=torch.uint8)
-    assert tensor.data_ptr() == buffer.address
-    assert buffer.address % PAGE == 0
-    tensor.fill_(7)
-    assert bytes(buffer.lease()) == b"\x07" * buffer.size
-    if kind == "private":
-        return
-    state = os.fstat(buffer.fd)
-    assert state.st_size == buffer.size
-    assert state.st_blocks * 512 >= buffer.size, "space is reserved"
+    state, mapped = os.fstat(buffer.fd), mmap.mmap(buffer.fd, buffer.size)
+    assert state.st_size == len(buffer.lease()) == buffer.size == 3 * PAGE + 5
+    assert state.st_blocks * 512 >= buffer.size
     assert not os.get_inheritable(buffer.fd)
-    mapped = mmap.mmap(buffer.fd, buffer.size)
     buffer.lease()[PAGE] = 42
     assert mapped[PAGE] == 42, "another mapping shows the same"
     if kind == "file":
@@ -131,7 +120,7 @@ def test_descriptors_and_memory_are_given_back(kind: Kind, tmp_path: Path) -> No
     assert _mapped() < mapped + size
 
 
-def test_pinned_memory_is_unpinned_and_memory_that_cannot_be_pinned_says_so_once(
+def test_pinned_memory_is_unpinned_and_what_cannot_be_pinned_says_so_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     calls: list[tuple[str, int]] = []
@@ -173,10 +162,12 @@ def test_memory_is_used_again_but_not_while_in_use() -> None:
     more = [pool.acquire([MIB]) for _ in range(2)]
     assert {slots[0].address for slots in more} == addresses - {kept.data_ptr() - 2}
     assert size_of(pool) == 3 * MIB
+    assert pool.acquire([MIB], wait=False) == [], "what does not wait, as for tensors on a device, gets nothing"
     more.clear()
     small = pool.acquire([MIB // 4])
     assert small[0].buffer.size == MIB // 4, "a much larger buffer is not taken for a small request"
-    assert pool.acquire([MIB * 3 // 5])[0].buffer.size == MIB
+    [slot] = pool.acquire([MIB * 3 // 5], wait=False)
+    assert slot.buffer.size == MIB
 
 
 @pytest.mark.parametrize(
@@ -223,15 +214,14 @@ def test_a_lease_in_a_cycle_is_found_before_waiting(caplog: pytest.LogCaptureFix
 def test_a_failed_allocation_leaves_the_pool_usable(
     failing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Failing(HostBuffer):
-        def __init__(self, size: int, kind: Any, **options: Any) -> None:
-            if kind == failing:
-                raise StagingError("no room")
-            super().__init__(size, kind, **options)
+    def allocate(size: int, kind: Any, **options: Any) -> HostBuffer:
+        if kind == failing:
+            raise StagingError("no room")
+        return HostBuffer(size, kind, **options)
 
     pool = make_pool(limit=MIB, spill_dir=str(tmp_path), generations=1)
     with monkeypatch.context() as patch:
-        patch.setattr(memory, "HostBuffer", Failing)
+        patch.setattr(memory, "HostBuffer", allocate)
         for _ in range(3):
             with pytest.raises(StagingError, match="no room"):
                 pool.acquire([2 * MIB, MIB])
@@ -261,18 +251,6 @@ def test_close_frees_what_is_free_ends_waits_and_leaves_what_is_in_use() -> None
     assert tensor.tolist() == [5, 5, 5]
 
 
-def test_what_does_not_wait_gets_nothing_while_all_is_in_use() -> None:
-    """As for tensors on a device: a block is used again when nothing refers to its bytes."""
-    pool = make_pool(generations=1)
-    [first] = pool.acquire([MIB], wait=False)
-    part, where = torch.frombuffer(first.lease, dtype=torch.uint8)[100:200], first.address
-    del first
-    assert pool.acquire([MIB], wait=False) == []
-    del part
-    [second] = pool.acquire([MIB], wait=False)
-    assert second.address == where
-
-
 @pytest.mark.parametrize("spill_dir", [None, "/proc/self", __file__])
 def test_over_the_budget_with_nothing_in_use_names_both_settings(spill_dir: str | None) -> None:
     pool = make_pool(limit=MIB, spill_dir=spill_dir)
@@ -289,7 +267,6 @@ def test_what_exceeds_the_budget_goes_to_disk(tmp_path: Path) -> None:
     slots = pool.acquire([3 * MIB, MIB, 100])
     assert [slot.buffer.kind for slot in slots] == ["file", "private", "private"]
     assert pool.acquire([2 * MIB])[0].buffer.kind == "file", "memory is not waited for"
-    assert sum({b.size for b in (s.buffer for s in slots) if b.kind != "file"}) <= 2 * MIB
     node = os.fstat(slots[0].buffer.fd).st_ino
     assert generations_in_use(pool) == 1
     del slots[1:]

@@ -7,7 +7,9 @@ import collections
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from types import SimpleNamespace
 from typing import Any, NamedTuple
+from unittest import mock
 
 import hypothesis.strategies as st
 import numpy as np
@@ -22,13 +24,28 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.testing._internal.two_tensor import TwoTensor
 
-from dcp_s3 import S3Stager, S3StorageReader, S3StorageWriter, Settings
+from dcp_s3 import S3Stager, S3StorageWriter, Settings
 from dcp_s3.errors import SettingsError, StagingError
 from dcp_s3.stage import stager as stager_module
-from tests.end_to_end.states import assert_same, random_tensor
+from dcp_s3.stage.snapshot import Snapshot
+from tests.end_to_end.loads import load
+from tests.end_to_end.states import assert_same, random_tensor, sharded_tensors
 from tests.faulty import BUCKET, FaultyServer
 from tests.ranks import run_ranks
-from tests.stage.making import PATIENCE, HeldUp, Holder, buffers_of, frozen, generations_in_use, stage_once
+from tests.stage.making import PATIENCE, buffers_of, frozen, generations_in_use
+
+
+class HeldUp:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.go, self.reached = threading.Event(), threading.Event()
+        copy = Snapshot.copy
+
+        def wait(*arguments: Any) -> Any:
+            self.reached.set()
+            assert self.go.wait(PATIENCE)
+            return copy(*arguments)
+
+        monkeypatch.setattr(Snapshot, "copy", wait)
 
 
 @pytest.fixture
@@ -45,18 +62,27 @@ def _begin(stager: S3Stager, state: dict[str, Any]) -> Future[dict[str, Any]]:
     return future
 
 
-def test_values_changed_after_stage_returned_do_not_show(held_up: HeldUp) -> None:
-    state = {"w": torch.ones(3), "list": [1, {"a": 2}], "object": Holder(5)}
-    with S3Stager(asynchronous=True) as stager:
-        future = _begin(stager, state)
-        state["list"].append(3)  # type: ignore[attr-defined]
-        state["list"][1]["a"] = 9  # type: ignore[index]
-        state["object"].value = 6  # type: ignore[attr-defined]
-        state["new"] = 1
-        assert not future.done()
-        held_up.go.set()
-        staged = future.result(PATIENCE)
+def test_values_changed_after_stage_returned_do_not_show_and_close_waits_for_the_copy(held_up: HeldUp) -> None:
+    state = {"w": torch.ones(3), "list": [1, {"a": 2}], "object": SimpleNamespace(value=5)}
+    stager = S3Stager(asynchronous=True)
+    future = _begin(stager, state)
+    state["list"].append(3)  # type: ignore[attr-defined]
+    state["list"][1]["a"] = 9  # type: ignore[index]
+    state["object"].value = 6  # type: ignore[attr-defined]
+    state["new"] = 1
+    assert held_up.reached.wait(PATIENCE)
+    closer = threading.Thread(target=stager.close)
+    closer.start()
+    assert not future.done()
+    assert closer.is_alive()
+    held_up.go.set()
+    closer.join(PATIENCE)
+    assert future.done()
+    staged = future.result()
     assert (staged["list"], staged["object"].value, sorted(staged)) == ([1, {"a": 2}], 5, ["list", "object", "w"])
+    assert staged["w"].tolist() == [1, 1, 1]
+    with pytest.raises(StagingError, match="closed"):
+        stager.stage({"w": torch.ones(3)})
 
 
 @pytest.mark.parametrize(
@@ -67,9 +93,7 @@ def test_values_changed_after_stage_returned_do_not_show(held_up: HeldUp) -> Non
         (lambda w: w.untyped_storage().resize_(0), "freed before it was staged"),
     ],
 )
-def test_a_change_in_place_while_it_is_staged_is_detected(
-    held_up: HeldUp, change: Callable[[Any], Any], message: str
-) -> None:
+def test_a_change_in_place_meanwhile_is_detected(held_up: HeldUp, change: Callable[[Any], Any], message: str) -> None:
     state = {"w": nn.Parameter(torch.ones(10)), "b": torch.ones(2)}
     with S3Stager(asynchronous=True) as stager:
         future = _begin(stager, state)
@@ -82,54 +106,31 @@ def test_a_change_in_place_while_it_is_staged_is_detected(
         assert generations_in_use(stager._pool) <= 1
 
 
-def test_close_waits_for_the_copy_and_what_is_copied_stays(held_up: HeldUp) -> None:
-    stager = S3Stager(asynchronous=True)
-    future = _begin(stager, {"w": torch.ones(3)})
-    assert held_up.reached.wait(PATIENCE)
-    closer = threading.Thread(target=stager.close)
-    closer.start()
-    assert not future.done()
-    assert closer.is_alive()
-    held_up.go.set()
-    closer.join(PATIENCE)
-    assert future.done()
-    assert future.result()["w"].tolist() == [1, 1, 1]
-    with pytest.raises(StagingError, match="closed"):
-        stager.stage({"w": torch.ones(3)})
-
-
 def test_where_no_thread_can_be_started_the_other_ranks_learn_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(_: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
     with S3Stager(asynchronous=True) as stager:
-        monkeypatch.setattr(threading.Thread, "start", refuse)
+        monkeypatch.setattr(threading.Thread, "start", mock.Mock(side_effect=RuntimeError("can't start new thread")))
         monkeypatch.setattr(stager_module, "world_size", lambda: 2)
         staged: Any = _begin(stager, {"w": torch.ones(3)}).result(PATIENCE)
     assert "can't start new thread" in str(staged.error)
 
 
 def _stage_distributed() -> None:
-    from torch.distributed._shard.sharded_tensor import init_from_local_shards
-    from torch.distributed._shard.sharded_tensor.shard import Shard as LocalShard
+    mesh, full = init_device_mesh("cpu", (2,)), torch.arange(28.0).view(7, 4)
+    given, by_spec = sharded_tensors(lambda seed, *shape: random_tensor(shape, torch.float32, seed))
+    state = {"p": nn.Parameter(distribute_tensor(full, mesh, [Shard(0)])), "given": given, "by_spec": by_spec}
 
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    mesh = init_device_mesh("cpu", (ranks,))
-    full = torch.arange(7 * 4.0).view(7, 4)
-    sharded = distribute_tensor(full.clone(), mesh, [Shard(0)])
-    copied = distribute_tensor(full.clone(), mesh, [Replicate()])
-    local = LocalShard.from_tensor_and_offsets(torch.full((2, 3), float(rank)), [2 * rank, 0], rank)
-    old: Any = init_from_local_shards([local], 2 * ranks, 3)
-    staged = stage_once({"s": sharded, "r": copied, "p": nn.Parameter(sharded), "old": old})
-    for tensor in (sharded, copied):
-        tensor.to_local().zero_()
-    local.tensor.fill_(-1)
-    for name, source in (("s", sharded), ("r", copied), ("p", sharded)):
-        assert isinstance(staged[name], DTensor)
-        assert (staged[name].placements, staged[name].device_mesh) == (source.placements, mesh)
-        assert torch.equal(staged[name].full_tensor(), full)
-    assert staged["old"].local_shards()[0].tensor.tolist() == [[float(rank)] * 3] * 2
-    assert staged["old"].size() == old.size()
+    def parts(state: Any) -> list[torch.Tensor]:
+        shards = [*state["given"].local_shards(), *state["by_spec"].local_shards()]
+        return [state["p"].to_local().detach(), *(shard.tensor for shard in shards)]
+
+    before = [part.clone() for part in parts(state)]
+    staged = S3Stager().stage_now(state)
+    for part in parts(state):
+        part.zero_()
+    assert_same(parts(staged), before)
+    assert isinstance(staged["p"], DTensor)
+    assert (staged["p"].placements, staged["p"].device_mesh, staged["p"].shape) == ((Shard(0),), mesh, full.shape)
+    assert (staged["given"].size(), staged["by_spec"].size()) == (given.size(), by_spec.size())
 
 
 def test_distributed_tensors() -> None:
@@ -158,44 +159,32 @@ def test_a_fraction_is_measured_and_shared_by_the_ranks_of_the_host(monkeypatch:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     assert S3Stager({"staging_limit": "50%"})._pool.limit == 10 * 2**20
 
-    def fail() -> int:
-        raise OSError("not Linux")
-
-    monkeypatch.setattr(stager_module, "measure_available", fail)
+    monkeypatch.setattr(stager_module, "measure_available", mock.Mock(side_effect=OSError("not Linux")))
     assert S3Stager({"staging_limit": "8MiB"})._pool.limit == 8 * 2**20
     assert S3Stager()._pool.limit is None
     with pytest.raises(OSError, match="not Linux"):
         S3Stager({"staging_limit": 0.5})
 
 
-_SETTINGS = {"part_size": "5MiB"}
-
-
-def _loaded(kind: str) -> torch.Tensor:
-    if kind == "replicated":
-        return distribute_tensor(torch.zeros(600, 500), init_device_mesh("cpu", (2,)), [Replicate()])
-    return {
-        "plain": torch.zeros(600, 500), "strided": torch.zeros(500, 600).t(), "cast": torch.zeros(600, 500).double(),
-        "small": torch.zeros(5, 3),
-    }[kind]  # fmt: skip
-
-
-_KINDS = ["plain", "strided", "cast", "small", "replicated"]
+def _targets() -> dict[str, torch.Tensor]:
+    mesh, plain = init_device_mesh("cpu", (2,)), torch.zeros(600, 500)
+    targets = {"plain": plain, "strided": torch.zeros(500, 600).t(), "cast": plain.double(), "small": torch.zeros(5, 3)}
+    return {**targets, "replicated": distribute_tensor(plain, mesh, [Replicate()])}
 
 
 def _save_and_load(url: str) -> None:
     """Of DTensors each state dict has its own, as that of FSDP; only their versions are those of the parameter."""
-    dcp.save({kind: torch.ones_like(_loaded(kind)) for kind in _KINDS}, storage_writer=S3StorageWriter(f"{url}/old"))
-    for kind in _KINDS:
-        parameter = nn.Parameter(_loaded(kind))
+    old = {kind: torch.ones_like(target, dtype=torch.float32) for kind, target in _targets().items()}
+    dcp.save(old, storage_writer=S3StorageWriter(f"{url}/old"))
+    for kind, target in _targets().items():
+        parameter = nn.Parameter(target)
         loss = (parameter * parameter).sum()
         with pytest.MonkeyPatch.context() as patch, S3Stager(asynchronous=True) as stager:
             held_up = HeldUp(patch)
             writer = S3StorageWriter(f"{url}/new")
             saved: Any = dcp.async_save({kind: parameter.detach()}, storage_writer=writer, async_stager=stager)
             try:
-                reader = S3StorageReader(f"{url}/old", settings=_SETTINGS)
-                dcp.load({kind: parameter.detach()}, storage_reader=reader)
+                load({kind: parameter.detach()}, f"{url}/old")
             finally:
                 held_up.go.set()
             with pytest.raises(CheckpointException) as failure:
@@ -225,17 +214,11 @@ _APART: dict[str, Callable[[], torch.Tensor]] = {
 @pytest.mark.parametrize("kind", _APART)
 def test_tensors_that_are_no_plain_memory(kind: str) -> None:
     def values(tensor: torch.Tensor) -> list[Any]:
-        return [
-            part.tolist()
-            for part in (
-                tensor.unbind()
-                if tensor.is_nested
-                else [tensor.dequantize() if tensor.is_quantized else tensor.to_dense()]
-            )
-        ]
+        plain = tensor.dequantize() if tensor.is_quantized else tensor if tensor.is_nested else tensor.to_dense()
+        return [part.tolist() for part in plain.unbind()]
 
     original, expected = _APART[kind](), _APART[kind]()
-    staged = stage_once({"s": original, "m": torch.empty(3, 4, device="meta")})
+    staged = S3Stager().stage_now({"s": original, "m": torch.empty(3, 4, device="meta")})
     if kind == "quantized":
         original.copy_(torch.zeros(12))
     else:
@@ -250,7 +233,7 @@ class _Marked(torch.Tensor):
 
 def test_wrappers_of_tensors_and_subclasses_with_memory_of_their_own() -> None:
     a, b, marked = torch.arange(4.0), torch.ones(4), torch.arange(5.0).as_subclass(_Marked)
-    staged = stage_once({"w": TwoTensor(a, b), "p": nn.Parameter(TwoTensor(a, b)), "a": a, "m": marked})
+    staged = S3Stager().stage_now({"w": TwoTensor(a, b), "p": nn.Parameter(TwoTensor(a, b)), "a": a, "m": marked})
     for tensor in (a, b, marked):
         torch.Tensor.zero_(tensor)
     for name in "wp":
@@ -296,19 +279,19 @@ class _Point(NamedTuple):
 
 def test_containers_keep_their_kind_and_what_they_share() -> None:
     ordered: Any = nn.Linear(2, 2).state_dict()
-    holder, array, shared = Holder({"w": torch.ones(3)}), np.ones(3), [torch.ones(2)]
+    holder, array, shared = SimpleNamespace(value={"w": torch.ones(3)}), np.ones(3), [torch.ones(2)]
     state: Any = {
         "ordered": ordered,
         "default": collections.defaultdict(list, {"a": [torch.ones(1)]}),
         "point": _Point(torch.ones(3), [torch.zeros(1)]),
         "max": torch.max(torch.ones(2, 2), 0),
         1: {"int key": (torch.ones(1), ())},
-        "shared": [shared, {"c": shared}, Holder(shared)],
+        "shared": [shared, {"c": shared}, SimpleNamespace(value=shared)],
         "holder": holder,
         "array": array,
         "set": {holder.value["w"]},
     }
-    staged = stage_once(state)
+    staged = S3Stager().stage_now(state)
     for name, value in state.items():
         assert type(staged[name]) is type(value), name
     assert list(staged["ordered"]) == list(ordered)
@@ -334,7 +317,7 @@ def test_what_can_not_be_copied_is_named() -> None:
         ({"w": freed}, r"'model.w'.*get_state_dict"),
     ):
         with pytest.raises(StagingError, match=message):
-            stage_once({"model": state})
+            S3Stager().stage_now({"model": state})
 
 
 @st.composite
@@ -360,13 +343,11 @@ _trees = st.recursive(
 
 @given(st.dictionaries(st.text(max_size=3), _trees, max_size=6))
 def test_random_views_survive_bit_by_bit(state: dict[str, Any]) -> None:
-    expected = frozen(state)
-    saved = [base.clone() for base in _BASES]
-    staged = stage_once(state)
+    expected, staged = frozen(state), S3Stager().stage_now(state)
     for base in _BASES:
         base.bitwise_not_()
     try:
         assert_same(staged, expected)
     finally:
-        for base, before in zip(_BASES, saved, strict=True):
-            base.copy_(before)
+        for base in _BASES:
+            base.bitwise_not_()
