@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import multiprocessing
 import os
 import pickle
@@ -19,7 +20,8 @@ from dcp_s3.limit import Cancelled, Limit
 from dcp_s3.memory import Piece
 from dcp_s3.offline.copy import copy
 from dcp_s3.retention.prune import prune
-from dcp_s3.s3.bucket import AT_ONCE, creation_arguments, map_in_threads
+from dcp_s3.s3 import multipart
+from dcp_s3.s3.bucket import AT_ONCE, map_in_threads
 from dcp_s3.s3.client import get_client
 from dcp_s3.s3.pressure import Pace
 from dcp_s3.s3.store import S3Store
@@ -44,36 +46,22 @@ def test_a_missing_bucket_has_its_own_error(bucket: str) -> None:
             action()
 
 
-def test_encryption_class_and_owner_go_with_the_requests(faulty: FaultyServer) -> None:
-    seen: dict[str, dict[str, str]] = {}
-
-    def rule(request: Any) -> None:
-        seen[request.operation] = dict(request.headers)
-
-    faulty.rule = rule
-    settings = Settings(
-        sse="aws:kms", sse_kms_key_id="key-1", storage_class="STANDARD_IA", expected_bucket_owner="123456789012"
-    )
-    target = S3Store("bucket", settings)
-    target.put("k", b"x")
-    target.exists("k")
-    assert seen["PutObject"]["x-amz-server-side-encryption"] == "aws:kms"
-    assert seen["PutObject"]["x-amz-server-side-encryption-aws-kms-key-id"] == "key-1"
-    assert "x-amz-storage-class" not in seen["PutObject"], "only data objects"
-    assert creation_arguments(settings, data=True)["StorageClass"] == "STANDARD_IA"
-    assert {headers["x-amz-expected-bucket-owner"] for headers in seen.values()} == {"123456789012"}
-
-
-def test_who_requests_pays_for_all_that_has_a_price(faulty: FaultyServer) -> None:
-    """A bucket with requester pays refuses what lacks the header."""
-    seen: set[str] = set()
+def test_encryption_class_owner_and_payer_go_with_all_requests_that_need_them(
+    faulty: FaultyServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A bucket with requester pays refuses what lacks the header, whatever has a price."""
+    seen: dict[str, list[Any]] = collections.defaultdict(list)
 
     def rule(request: Any) -> Fault | None:
-        seen.add(request.operation)
+        seen[request.operation].append(request)
         return None if request.headers.get("x-amz-request-payer") == "requester" else Fault.error(403, "AccessDenied")
 
     faulty.rule = rule
-    settings = {"requester_pays": True, "part_size": "5MiB"}
+    settings = {
+        "part_size": "5MiB", "sse": "aws:kms", "sse_kms_key_id": "key-1", "storage_class": "STANDARD_IA",
+        "expected_bucket_owner": "123456789012", "requester_pays": True,
+    }  # fmt: skip
+    monkeypatch.setattr(multipart, "COPIED_PART_SIZE", 5 * MIB)
     for step in (1, 2):
         state = {"large": torch.randn(MIB * 3 // 2), "small": torch.randn(100)}
         with separate_objects("small"):
@@ -86,11 +74,22 @@ def test_who_requests_pays_for_all_that_has_a_price(faulty: FaultyServer) -> Non
         store.put_stream("run/broken", 12 * MIB, (Piece.of(bytes(6 * MIB)) if i < 2 else 1 // 0 for i in range(3)))
     store.head("copy/.metadata")
     store.delete(["copy/.metadata"])
-    assert seen >= {
-        "GetObject", "HeadObject", "PutObject", "CopyObject", "CreateMultipartUpload", "UploadPart",
+    assert seen.keys() >= {
+        "GetObject", "HeadObject", "PutObject", "CopyObject", "CreateMultipartUpload", "UploadPart", "UploadPartCopy",
         "CompleteMultipartUpload", "AbortMultipartUpload", "ListObjectsV2", "ListMultipartUploads",
         "DeleteObject", "DeleteObjects",
     }  # fmt: skip
+    for operation, requests in seen.items():
+        for key, headers in ((each.key, each.headers) for each in requests):
+            assert headers["x-amz-expected-bucket-owner"] == "123456789012"
+            if operation in ("PutObject", "CopyObject", "CreateMultipartUpload"):
+                assert headers["x-amz-server-side-encryption"] == "aws:kms"
+                assert headers["x-amz-server-side-encryption-aws-kms-key-id"] == "key-1"
+                is_data = operation != "PutObject" or key.endswith(".distcp")
+                assert headers.get("x-amz-storage-class") == ("STANDARD_IA" if is_data else None)
+            if operation in ("CopyObject", "UploadPartCopy"):
+                assert headers["x-amz-copy-source-if-match"]
+                assert headers["x-amz-source-expected-bucket-owner"] == "123456789012"
 
 
 EXPRESS = "training--use1-az4--x-s3"
