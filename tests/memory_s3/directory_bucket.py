@@ -33,7 +33,7 @@ def is_one(bucket: str) -> bool:
 def check(operation: str, call: Call) -> None:
     """Raise what AWS answers to a request that a directory bucket does not take."""
     query, headers = call.query, call.headers
-    if operation not in _SUPPORTED or "versionId" in query:
+    if operation not in _SUPPORTED:
         raise S3Error(501, "NotImplemented", f"{operation} is not supported by directory buckets")
     if any(name in headers for name in _NO_HEADERS):
         raise S3Error(501, "NotImplemented", "this header is not supported by directory buckets")
@@ -46,7 +46,7 @@ def check(operation: str, call: Call) -> None:
         if delimiter != "/" or "start-after" in query or "upload-id-marker" in query:
             raise S3Error(400, "InvalidArgument", "this parameter is not supported by directory buckets")
     if operation == "CompleteMultipartUpload":
-        numbers = [number for number, _ in answers.parse_complete(call.received.body)]
+        numbers = [number for number, _ in answers.parse_complete(call.body)]
         if numbers != list(range(1, len(numbers) + 1)):
             raise S3Error(400, "InvalidPart", "part numbers must be consecutive and start with 1")
 
