@@ -327,16 +327,10 @@ def parse_range(header: str | None, size: int) -> tuple[int, int] | None:
 
     Raises S3Error InvalidRange (416) if it lies outside the object.
     """
-    match = re.fullmatch(r"bytes=(\d*)-(\d*)", header or "")
-    if match is None or match[1] == match[2] == "":
+    match = re.fullmatch(r"bytes=(\d+)-(\d+)", header or "")
+    if match is None:
         return None
-    if match[1] == "":
-        start, stop = max(size - int(match[2]), 0), size
-    else:
-        start = int(match[1])
-        stop = min(int(match[2]) + 1, size) if match[2] else size
-        if match[2] and int(match[2]) < start:
-            return None
+    start, stop = int(match[1]), min(int(match[2]) + 1, size)
     if start >= stop:
         raise S3Error(416, "InvalidRange", "The requested range is not satisfiable")
     return start, stop
