@@ -148,19 +148,14 @@ OTHER: list[dict[str, Any]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("settings", SAME + OTHER, ids=lambda settings: next(iter(settings)))
 def test_only_what_connections_depend_on_makes_another_client(
-    memory_server: S3Server, s3_env: S3Server, settings: dict[str, Any]
-) -> None:
-    assert (get_client(Settings(**settings)) is get_client(Settings())) == (settings in SAME)
-
-
-def test_an_endpoint_of_the_environment_makes_another_client(
     memory_server: S3Server, s3_env: S3Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    usual = get_client(Settings())
+    assert [settings for settings in SAME if get_client(Settings(**settings)) is not usual] == []
+    assert [settings for settings in OTHER if get_client(Settings(**settings)) is usual] == []
     before = get_client(Settings(region="us-east-1"))
-    assert get_client(Settings(region="eu-north-1")) is not before
-    monkeypatch.delenv("DCP_S3_ENDPOINT_URL", raising=False)
+    monkeypatch.delenv("DCP_S3_ENDPOINT_URL")
     monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://127.0.0.1:9")
     assert get_client(Settings(region="us-east-1")) is not before
 
@@ -178,27 +173,31 @@ def test_a_request_hangs_as_long_as_its_own_settings_say(memory_server: S3Server
 
 def _in_child(settings: Settings, bucket: str, connection: Any) -> None:
     target = S3Store(bucket, settings)
-    connection.send((id(get_client(settings)), target.get("k").data))
+    connection.send((target.known.gate.state.limit, target.known.gate.state.in_flight, target.get("k").data))
     os._exit(0)
 
 
 @pytest.mark.quick("fork")
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 @pytest.mark.filterwarnings("ignore:This process.*is multi-threaded:DeprecationWarning")
-def test_a_child_process_makes_its_own_client(memory_server: Any, bucket: str, method: str) -> None:
+def test_a_child_process_has_a_client_and_a_limit_of_its_own(memory_server: Any, bucket: str, method: str) -> None:
     settings = Settings()
     target = S3Store(bucket, settings)
     target.put("k", b"from parent")
     assert pickle.loads(pickle.dumps(target)) == target
+    gate = target.known.gate
+    assert gate.enter()
+    gate.throttled(time.monotonic())
     context = multiprocessing.get_context(method)
     ours, theirs = context.Pipe()
     child = context.Process(target=_in_child, args=(settings, bucket, theirs))  # type: ignore[attr-defined]
-    child.start()
+    with gate._changed:  # as if another thread held it
+        child.start()
     assert ours.poll(60), "the child hangs"
-    _, data = ours.recv()
+    assert ours.recv() == (None, 0, b"from parent")
     child.join()
-    assert data == b"from parent"
-    assert target.get("k").data == b"from parent", "the parent's connections are whole"
+    gate.leave(0, succeeded=False)
+    assert (gate.state.limit, target.get("k").data) == (2, b"from parent"), "the parent's connections are whole"
 
 
 def test_credentials_are_read_anew_after_they_were_refused(
