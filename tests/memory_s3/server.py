@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import itertools
 import logging
 import socket
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable
 from email.utils import formatdate
 from urllib.parse import parse_qsl, unquote
 
 from . import answers, counters
-from .counters import Counters, Reader, Reads
+from .counters import Counters, Reader
 from .faults import Fault, FaultFunction, RequestInfo
 from .http import Connection, Head, Link, MalformedRequestError, Response, discard, receive, render
 from .memory import Body, Pool
@@ -98,22 +98,11 @@ class MemoryS3:
         """The counters as they stand now, or in a moment: clients have their answers before these are counted."""
         with self._lock:
             self._idle.wait_for(lambda: not self._in_flight, _SETTLES)
-            return Counters(
-                dict(self._requests),
-                self._bytes_in,
-                self._bytes_out,
-                self._peak_in_flight,
-                {reader: Reads(count, self._read_bytes[reader]) for reader, count in self._read_requests.items()},
-            )
+            return copy.deepcopy(self._counted)
 
     def reset_counters(self) -> None:
         with self._lock:
-            self._requests: Counter[str] = Counter()
-            self._read_requests: Counter[Reader] = Counter()
-            self._read_bytes: Counter[Reader] = Counter()
-            self._bytes_in = 0
-            self._bytes_out = 0
-            self._peak_in_flight = self._in_flight
+            self._counted = Counters(peak_in_flight=self._in_flight)
             self._request_log.clear()
 
     @property
@@ -172,11 +161,12 @@ class MemoryS3:
             return self._answer_counters(connection, head)
         info = self._identify(head)
         with self._lock:
-            self._requests[info.operation] += 1
+            counted = self._counted
+            counted.requests[info.operation] += 1
             if info.operation == "GetObject":
-                self._read_requests[_reader(info)] += 1
+                counted.reads[_reader(info)].requests += 1
             self._in_flight += 1
-            self._peak_in_flight = max(self._peak_in_flight, self._in_flight)
+            counted.peak_in_flight = max(counted.peak_in_flight, self._in_flight)
             if self._record_requests:
                 self._request_log.append(info)
         try:
@@ -257,7 +247,7 @@ class MemoryS3:
             for piece in part.pieces:
                 connection.send_bytes(piece)
             with self._lock:
-                self._bytes_out += len(part)
+                self._counted.bytes_out += len(part)
 
     def _wait(self, connection: Connection, seconds: float) -> None:
         """Sleep; ConnectionError if the client hangs up meanwhile."""
@@ -267,7 +257,7 @@ class MemoryS3:
     def _perform(self, connection: Connection, head: Head, info: RequestInfo, fault: Fault) -> Response:
         received = receive(connection, head.content_length, self._pool, verify=CHECKSUM in head.headers)
         with self._lock:
-            self._bytes_in += len(received)
+            self._counted.bytes_in += len(received)
         not_deleted = fault.code if fault.kind == "delete_partly" else ""
         call = Call(info.bucket, info.key, info.query, info.headers, received, not_deleted)
         try:
@@ -296,9 +286,9 @@ class MemoryS3:
             connection.send(response, keep=keep, body=has_body, limit=limit)
         finally:
             with self._lock:
-                self._bytes_out += connection.sent
+                self._counted.bytes_out += connection.sent
                 if info.operation == "GetObject":
-                    self._read_bytes[_reader(info)] += connection.sent
+                    self._counted.reads[_reader(info)].bytes_out += connection.sent
 
     def _identify(self, head: Head) -> RequestInfo:
         path, _, query_string = head.target.partition("?")

@@ -337,30 +337,21 @@ def test_a_store_that_answers_late_is_far(faulty: FaultyServer, delay: float, mo
     assert upload["connections"] == store.read_width() == (32 if delay else 4)
 
 
-class Crowd:
-    """Holds requests of one operation back until ``count`` are there together; only the first one passes at once."""
+def gather(faulty: FaultyServer, operation: str, count: int) -> threading.Event:
+    """Hold requests of one operation back until ``count`` are there together; only the first one passes at once."""
+    met, seen = threading.Event(), list[Any]()
 
-    def __init__(self, faulty: FaultyServer, operation: str, count: int) -> None:
-        self._operation, self._count = operation, count
-        self._changed = threading.Condition()
-        self._there = self.most = self._seen = 0
-        self.met = False
-        faulty.rule = self._rule
+    def rule(request: Any) -> None:
+        if request.operation == operation and not request.key.endswith("metadata"):
+            seen.append(request)
+            if faulty.s3.in_flight >= count:
+                met.set()
+            if len(seen) > 1:
+                met.wait(LONG)
 
-    def _rule(self, request: Any) -> Fault | None:
-        if request.operation != self._operation or request.key.endswith("metadata"):
-            return None
-        with self._changed:
-            self._seen += 1
-            if self._seen == 1:
-                return None
-            self._there += 1
-            self.most = max(self.most, self._there)
-            self.met = self.met or self._there >= self._count
-            self._changed.notify_all()
-            self._changed.wait_for(lambda: self.met, LONG)
-            self._there -= 1
-        return None
+    faulty.s3.reset_counters()
+    faulty.rule = rule
+    return met
 
 
 def large_state(value: float) -> dict[str, Any]:
@@ -385,13 +376,13 @@ def widened(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("ceiling", ["auto", 3])
 def test_a_save_and_a_load_use_more_connections_as_they_run(faulty: FaultyServer, ceiling: Any) -> None:
     settings, expected = {"part_size": "5MiB", "concurrency": ceiling}, 5 if ceiling == "auto" else 3
-    crowd = Crowd(faulty, "UploadPart", expected)
+    met = gather(faulty, "UploadPart", expected)
     dcp.save(large_state(1.0), storage_writer=S3StorageWriter(URL, max_objects=1, settings=settings))
-    assert (crowd.met, crowd.most) == (True, expected)
-    crowd = Crowd(faulty, "GetObject", expected)
+    assert (met.is_set(), faulty.s3.counters.peak_in_flight) == (True, expected)
+    met = gather(faulty, "GetObject", expected)
     found = large_state(0.0)
     dcp.load(found, storage_reader=S3StorageReader(URL, settings=settings))
-    assert (crowd.met, crowd.most) == (True, expected)
+    assert (met.is_set(), faulty.s3.counters.peak_in_flight) == (True, expected)
     assert all(torch.equal(found[name], value) for name, value in large_state(1.0).items())
     told, name = dcp_s3.stats().connections, S3Store(BUCKET, Settings()).known.name
     assert [told[f"{name} {each}"]["connections"] for each in ("upload", "download")] == [expected] * 2
