@@ -38,7 +38,7 @@ class MemoryS3:
         self,
         port: int = 0,
         preallocate: int = 0,
-        fault: FaultFunction = lambda _: None,
+        fault: FaultFunction | None = None,
         *,
         record_requests: bool = True,
         clock: Callable[[], float] = time.time,
@@ -170,7 +170,8 @@ class MemoryS3:
             if self._record_requests:
                 self._request_log.append(info)
         try:
-            return self._answer_with(connection, head, info, self.fault(info) or Fault.delay(0))
+            fault = None if self.fault is None else self.fault(info)
+            return self._answer_with(connection, head, info, fault or Fault.delay(0))
         finally:
             with self._lock:
                 self._in_flight -= 1

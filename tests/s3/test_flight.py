@@ -25,6 +25,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dcp_s3 import errors
+from dcp_s3.limit import Limit, Progress
 from dcp_s3.memory import ReadTarget
 from dcp_s3.s3 import body as body_module
 from dcp_s3.s3 import hedge
@@ -36,6 +37,7 @@ from dcp_s3.s3.store import S3Store
 from dcp_s3.settings import Settings
 from tests.faulty import FaultyProxy, FaultyServer
 from tests.memory_s3 import Fault
+from tests.s3.waiting import LONG
 
 
 def test_a_request_tells_its_socket_the_pool_takes_it_back_and_what_was_broken_off_never_begins(
@@ -295,3 +297,26 @@ def test_bytes_that_trickle_after_a_burst_arrive(near_and_far: tuple[socket.sock
             body.readinto(view)
 
     Attempts(hang=0.5).run(receive, KnownBucket("test"))
+
+
+def test_a_body_that_trickles_without_a_pause_ends(near_and_far: tuple[socket.socket, socket.socket]) -> None:
+    near, far = near_and_far
+    body, view, over = BodyReader(near.makefile("rb"), near), memoryview(bytearray(2**20)), threading.Event()
+
+    def trickle() -> None:
+        while not over.wait(0.01):
+            far.sendall(b"x")
+
+    def receive() -> None:
+        for _ in range(100):
+            assert body.readinto(view)
+
+    near.settimeout(LONG)
+    sender = threading.Thread(target=trickle)
+    sender.start()
+    try:
+        with pytest.raises(errors.DeadlineExceededError):
+            Attempts(limit=Limit(progress=Progress(1.0))).run(receive, KnownBucket("test"))
+    finally:
+        over.set()
+        sender.join()
