@@ -300,16 +300,16 @@ def test_bytes_that_trickle_after_a_burst_arrive(near_and_far: tuple[socket.sock
 
 
 def test_a_body_that_trickles_without_a_pause_ends(near_and_far: tuple[socket.socket, socket.socket]) -> None:
-    near, far = near_and_far
-    body, view, over = BodyReader(near.makefile("rb"), near), memoryview(bytearray(2**20)), threading.Event()
+    (near, far), over = near_and_far, threading.Event()
 
     def trickle() -> None:
         while not over.wait(0.01):
             far.sendall(b"x")
 
     def receive() -> None:
+        body = BodyReader(near.makefile("rb"), near)
         for _ in range(100):
-            assert body.readinto(view)
+            assert body.readinto(bytearray(2**20))
 
     near.settimeout(LONG)
     sender = threading.Thread(target=trickle)
