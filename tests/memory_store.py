@@ -99,14 +99,10 @@ class MemoryStore(Store):
         storage, new = self._storage, bytes(data)
         with storage.lock:
             found = storage.objects.get(key)
-            if found is None and expect is not None and expect.etag:
+            if expect is not None and expect.etag and found is None:
                 raise self._missing("put", key)
-            if (
-                found is not None
-                and expect is not None
-                and found.data != new
-                and not same_etag(found.etag, expect.etag)
-            ):
+            is_other = found is not None and found.data != new
+            if expect is not None and is_other and not same_etag(found.etag, expect.etag):
                 raise errors.PreconditionFailedError(
                     f"{key} in {self.name} is not what it was expected to be: somebody else wrote it",
                     bucket=self.name, key=key, operation="put",

@@ -68,25 +68,14 @@ def list_objects(store: Store, call: Call) -> Response:
     entries: dict[str, answers.Element] = {
         name: ("CommonPrefixes", answers.fields(Prefix=call.encode(name))) for name in prefixes
     }
-    for key, stored in objects.items():
-        fields = answers.fields(
-            Key=call.encode(key), LastModified=answers.iso_time(stored.modified), ETag=stored.etag, Size=stored.size,
-            StorageClass="EXPRESS_ONEZONE",
-        )  # fmt: skip
-        entries[key] = ("Contents", fields)
+    entries |= {key: answers.contents(call.encode(key), each, "EXPRESS_ONEZONE") for key, each in objects.items()}
     shown, more = _page(entries, call.query.get("continuation-token", "0"), call.query.get("max-keys", "1000"))
     return answers.xml("ListBucketResult", *_head(call, more), *shown, NextContinuationToken=more or None)
 
 
 def list_uploads(store: Store, call: Call) -> Response:
-    entries: dict[str, answers.Element] = {
-        each.key + each.id: (
-            "Upload",
-            answers.fields(Key=call.encode(each.key), UploadId=each.id, Initiated=answers.iso_time(each.initiated)),
-        )
-        for each in store.uploads(call.bucket)
-        if each.key.startswith(call.query.get("prefix", ""))
-    }
+    found = [each for each in store.uploads(call.bucket) if each.key.startswith(call.query.get("prefix", ""))]
+    entries = {each.key + each.id: answers.open_upload(call.encode(each.key), each) for each in found}
     shown, more = _page(entries, call.query.get("key-marker") or "0", call.query.get("max-uploads", "1000"))
     return answers.xml("ListMultipartUploadsResult", *_head(call, more), *shown, NextKeyMarker=more or None)
 

@@ -10,7 +10,7 @@ from typing import Any
 from urllib.parse import quote, unquote
 
 from . import directory_bucket
-from .answers import Element, fields, iso_time, parse_complete, parse_delete, xml
+from .answers import Element, contents, fields, iso_time, open_upload, parse_complete, parse_delete, xml
 from .http import Response
 from .memory import Body
 from .store import CHECKSUM, S3Error, Store, StoredObject, check_if_match, crc_of
@@ -99,16 +99,12 @@ def _list_objects_v2(store: Store, call: Call) -> Response:
     query, max_keys = call.query, min(call.number("max-keys", 1000), 1000)
     prefix, delimiter, token = query.get("prefix", ""), query.get("delimiter", ""), query.get("continuation-token", "")
     page, objects = store.page(call.bucket, prefix=prefix, delimiter=delimiter, after=unquote(token), max_keys=max_keys)
-    contents: list[Element] = [
-        ("Contents", fields(Key=call.encode(key), LastModified=iso_time(stored.modified), ETag=stored.etag,
-                            Size=stored.size, StorageClass="STANDARD"))
-        for key, stored in objects.items()
-    ]  # fmt: skip
+    shown = [contents(call.encode(key), stored) for key, stored in objects.items()]
     prefixes: list[Element] = [("CommonPrefixes", fields(Prefix=call.encode(name))) for name in page.prefixes]
     return xml(
-        "ListBucketResult", *contents, *prefixes, Name=call.bucket, Prefix=call.encode(prefix), MaxKeys=max_keys,
+        "ListBucketResult", *shown, *prefixes, Name=call.bucket, Prefix=call.encode(prefix), MaxKeys=max_keys,
         IsTruncated=page.next_after is not None, Delimiter=delimiter or None,
-        EncodingType=query.get("encoding-type") or None, KeyCount=len(contents) + len(prefixes),
+        EncodingType=query.get("encoding-type") or None, KeyCount=len(shown) + len(prefixes),
         ContinuationToken=token or None,
         NextContinuationToken=None if page.next_after is None else quote(page.next_after),
     )  # fmt: skip
@@ -222,11 +218,7 @@ def _list_multipart_uploads(store: Store, call: Call) -> Response:
     elif marker[0]:
         found = [each for each in found if each.key > marker[0]]
     shown, more = found[:limit], len(found) > limit
-    entries: list[Element] = [
-        ("Upload", fields(Key=call.encode(each.key), UploadId=each.id, StorageClass="STANDARD",
-                          Initiated=iso_time(each.initiated)))
-        for each in shown
-    ]  # fmt: skip
+    entries = [open_upload(call.encode(each.key), each) for each in shown]
     return xml(
         "ListMultipartUploadsResult", *entries, Bucket=call.bucket, Prefix=call.encode(prefix),
         KeyMarker=call.encode(marker[0]), UploadIdMarker=marker[1], MaxUploads=limit, IsTruncated=more,
