@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from dcp_s3 import S3StorageWriter, errors
 from dcp_s3.limit import STALL_SETTING, Cancelled, Deadline, Limit, Progress
 from dcp_s3.memory import Piece
+from dcp_s3.retention.prune import prune
 from dcp_s3.s3 import diagnosis, retry
 from dcp_s3.s3.body import Chunks, GatherBody
 from dcp_s3.s3.pressure import KnownBucket
@@ -178,6 +179,7 @@ def test_a_retry_is_said_once_for_each_cause(caplog: pytest.LogCaptureFixture, m
 
 # --- DCP_S3_STALL_TIMEOUT: whatever S3 does instead of moving bytes ----------------------------------
 
+ROOT = f"s3://{BUCKET}/run"
 STALL = 2.0
 LONG = 30.0
 FAULTS = {"never answers": Fault.straggle(LONG), "refuses": Fault.error(503, "SlowDown"), "trickles": Fault.drip(1)}
@@ -187,7 +189,7 @@ SETTINGS = {"stall_timeout": STALL, "retry_attempts": 100, "part_size": "5MiB"}
 
 
 def save_async(_: S3Store) -> None:
-    state, writer = {"x": torch.randn(MIB * 3 // 2)}, S3StorageWriter(f"s3://{BUCKET}/run", settings=SETTINGS)
+    state, writer = {"x": torch.randn(MIB * 3 // 2)}, S3StorageWriter(f"{ROOT}/step-3", settings=SETTINGS)
     future: Any = dcp.async_save(state, storage_writer=writer)
     future.result(LONG)
 
@@ -195,9 +197,11 @@ def save_async(_: S3Store) -> None:
 WORK: dict[str, tuple[Callable[[S3Store], object], tuple[str, ...]]] = {
     "async save": (save_async, ("PutObject", "UploadPart", "CreateMultipartUpload")),
     "read": (lambda store: store.read("k", 0, memoryview(bytearray(MIB))), ("GetObject",)),
-    "delete": (lambda store: store.delete(["k", "other"]), ("DeleteObjects",)),
+    "prune": (
+        lambda _: prune(ROOT, "latest:1", grace=0, force=True, settings=SETTINGS), ("DeleteObject", "DeleteObjects"),
+    ),
     "copy": (lambda store: store.copy(store, "k", "to"), ("CopyObject",)),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -207,6 +211,8 @@ def test_what_makes_no_progress_ends(
 ) -> None:
     store, (work, operations) = S3Store(BUCKET, Settings(**SETTINGS)), WORK[what]
     store.put("k", bytes(MIB))
+    for step in (1, 2):
+        dcp.save({"x": torch.ones(9)}, storage_writer=S3StorageWriter(f"{ROOT}/step-{step}"))
     faulty.rule = lambda request: FAULTS[fault] if request.operation in operations else None
     began = time.monotonic()
     with pytest.raises((CheckpointException, errors.StorageError)) as caught:
