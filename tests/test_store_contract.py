@@ -71,6 +71,7 @@ def server(request: pytest.FixtureRequest, _servers: Any) -> S3Server:
     return server
 
 
+@pytest.fixture
 def knows_conditions(store: Store, request: pytest.FixtureRequest) -> bool:
     """Whether a condition that does not hold is refused. A store that does not know conditions says so, or
     ignores them without a word (rclone, a directory)."""
@@ -247,8 +248,7 @@ def test_odd_keys(store: Store) -> None:
 
 def test_listings_of_more_than_a_page(store: Store) -> None:
     keys = [f"run/{number:02}" for number in range(2 * PAGE + 1)]
-    for key in [*keys, "other", "runner"]:
-        store.put(key, b"x")
+    store.map(lambda store, key: store.put(key, b"x"), [*keys, "other", "runner"])
     found = store.list("run/")
     assert [each.key for each in found.objects] == keys
     assert {each.size for each in found.objects} == {1}
@@ -277,11 +277,11 @@ def test_listings_with_a_delimiter(store: Store) -> None:
     assert list(store.list("läuf +%2B/", "/").prefixes) == [f"läuf +%2B/{name}/" for name in names]
 
 
-def test_a_put_where_nothing_may_be(store: Store, request: pytest.FixtureRequest) -> None:
+def test_a_put_where_nothing_may_be(store: Store, knows_conditions: bool) -> None:
     store.put("k", b"first", expect=ABSENT)
     assert store.get("k").data == b"first"
     store.put("k", b"first", expect=ABSENT)  # as an attempt whose answer was lost left it
-    if not knows_conditions(store, request):
+    if not knows_conditions:
         return
     with pytest.raises(errors.PreconditionFailedError):
         store.put("k", b"second", expect=ABSENT)
@@ -289,7 +289,7 @@ def test_a_put_where_nothing_may_be(store: Store, request: pytest.FixtureRequest
 
 
 def test_a_put_in_place_of_what_was_seen(
-    store: Store, request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture
+    store: Store, knows_conditions: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     store.put("k", b"first")
     etag = store.get("k").etag
@@ -297,7 +297,7 @@ def test_a_put_in_place_of_what_was_seen(
     assert store.get("k").data == b"second", "also where a store refuses a condition that holds, which it says"
     quirk = isinstance(store, S3Store) and Quirk.NO_CONDITIONAL_WRITES in store.known.quirks
     assert quirk == ("conditional writes" in caplog.text)
-    if not knows_conditions(store, request):
+    if not knows_conditions:
         return
     with pytest.raises(errors.PreconditionFailedError):
         store.put("k", b"third", expect=Expect(etag))
@@ -305,8 +305,7 @@ def test_a_put_in_place_of_what_was_seen(
 
 
 def test_deletes_leave_alone_what_has_another_etag(store: Store) -> None:
-    for key in ("a", "b", "c"):
-        store.put(key, b"1")
+    store.map(lambda store, key: store.put(key, b"1"), "abc")
     first, seen = (DeleteTarget(key, store.head(key).etag) for key in ("a", "b"))
     store.put("b", b"22")
     left = list(store.delete([first, seen, DeleteTarget("c"), DeleteTarget("d", '"x"')]))
