@@ -244,6 +244,7 @@ NOT_RACED: dict[str, Callable[[S3Store, pytest.MonkeyPatch], object]] = {
     "while S3 throttles": lambda bucket, _: bucket.known.gate.throttled(0.0),
     "too long": lambda _, patch: patch.setattr("dcp_s3.s3.download._MOST_BYTES", len(DATA) - 1),
     "before the delay": lambda _, patch: patch.setattr(hedge, "_MIN_DELAY", NEVER),
+    "beside too many others": lambda bucket, _: [bucket.known.hedges.started(400) for _number in range(100)],
     "a store that is known to be slow": lambda bucket, _: [
         bucket.known.hedges.completed(NEVER, 1.0, BLOCK) for _number in range(8)
     ],
