@@ -86,12 +86,7 @@ class FaultyProxy:
     """
 
     def __init__(
-        self,
-        endpoint_url: str,
-        *,
-        seed: int,
-        share: float = 0.5,
-        directions: Sequence[str] = ("request", "response"),
+        self, endpoint_url: str, *, seed: int, share: float = 0.5, directions: Sequence[str] = ("request", "response")
     ) -> None:
         parts = urlsplit(endpoint_url)
         self._server = (parts.hostname or "", parts.port or 80)

@@ -99,8 +99,14 @@ class MemoryStore(Store):
         storage, new = self._storage, bytes(data)
         with storage.lock:
             found = storage.objects.get(key)
-            if expect is not None and (found is None or found.data != new):
-                self._check(key, found, expect)
+            if expect is not None and expect.etag and found is None:
+                raise self._missing("put", key)
+            is_other = found is not None and found.data != new
+            if expect is not None and is_other and not same_etag(found.etag, expect.etag):
+                raise errors.PreconditionFailedError(
+                    f"{key} in {self.name} is not what it was expected to be: somebody else wrote it",
+                    bucket=self.name, key=key, operation="put",
+                )  # fmt: skip
             storage.writes += 1
             etag = f'"{crc_hex(crc64nvme(new))}-{storage.writes}"'
             storage.objects[key] = _Entry(new, dict(metadata or {}), etag, self._storage.clock())
@@ -117,21 +123,10 @@ class MemoryStore(Store):
         self.put(key, memoryview(data))
         return StreamedObject(len(data), combine_crc64nvme(crcs))
 
-    def _check(self, key: str, found: _Entry | None, expect: Expect) -> None:
-        if found is None and expect.etag:
-            raise self._missing("put", key)
-        if found is not None and not same_etag(found.etag, expect.etag):
-            raise errors.PreconditionFailedError(
-                f"{key} in {self.name} is not what it was expected to be: somebody else wrote it",
-                bucket=self.name, key=key, operation="put",
-            )  # fmt: skip
-
     def head(self, key: str, *, checksum: bool = False) -> ObjectHead:
-        found = self._find("head", key)
+        found, now = self._find("head", key), self._storage.clock()
         crc = crc_hex(crc64nvme(found.data)) if checksum else None
-        return ObjectHead(
-            key, len(found.data), found.modified_at, found.etag, found.metadata, crc, self._storage.clock()
-        )
+        return ObjectHead(key, len(found.data), found.modified_at, found.etag, found.metadata, crc, now)
 
     def page(self, prefix: str, delimiter: str = "", *, token: str | None = None) -> Page:
         """As S3 would give it; a token is the last entry of the page before."""
@@ -193,15 +188,14 @@ class MemoryStore(Store):
 
     def _find(self, operation: str, key: str) -> _Entry:
         self.limit.check(f"{operation} of {key}")
-        try:
-            return self._storage.objects[key]
-        except KeyError:
-            raise self._missing(operation, key) from None
+        found = self._storage.objects.get(key)
+        if found is None:
+            raise self._missing(operation, key)
+        return found
 
-    def _missing(self, operation: str, key: str) -> errors.ObjectNotFoundError:
-        return errors.ObjectNotFoundError(
-            f"there is no {key} in {self.name}", bucket=self.name, key=key, operation=operation
-        )
+    def _missing(self, operation: str, key: str) -> Exception:
+        text = f"there is no {key} in {self.name}"
+        return errors.ObjectNotFoundError(text, bucket=self.name, key=key, operation=operation)
 
 
 def _order(key: str) -> bytes:

@@ -71,6 +71,7 @@ def server(request: pytest.FixtureRequest, _servers: Any) -> S3Server:
     return server
 
 
+@pytest.fixture
 def knows_conditions(store: Store, request: pytest.FixtureRequest) -> bool:
     """Whether a condition that does not hold is refused. A store that does not know conditions says so, or
     ignores them without a word (rclone, a directory)."""
@@ -107,6 +108,10 @@ def test_many_requests_give_their_results_in_order_and_the_first_failure(store: 
 
 def test_what_was_put_is_there_whole_with_its_metadata_until_it_is_replaced(store: Store) -> None:
     assert not store.exists("k")
+    for call in (store.get, store.head, lambda key: read(store, key, 0, 1)):
+        with pytest.raises(errors.ObjectNotFoundError):
+            call("k")
+    store.delete(["k"])
     store.put("k", b"some bytes", metadata={"dcp-s3-save-id": "abc"})
     assert store.exists("k")
     first = store.get("k")
@@ -151,16 +156,6 @@ def test_a_range_into_several_places_with_their_checksums(store: Store) -> None:
     assert b"".join(target.view for target in targets) == data[1000 : 1000 + sum(sizes)]
     assert [each.crc for each in targets] == [None, *(crc64nvme(each.view) for each in targets[1:])]
     assert sum(moved) == sum(sizes)
-
-
-def test_what_is_missing_has_its_own_error(store: Store) -> None:
-    calls: list[Callable[[], Any]] = [
-        lambda: store.get("k"), lambda: store.head("k"), lambda: read(store, "k", 0, 1),
-    ]  # fmt: skip
-    for call in calls:
-        with pytest.raises(errors.ObjectNotFoundError):
-            call()
-    store.delete(["k"])
 
 
 def test_a_copy_has_the_bytes_and_the_metadata(store: Store) -> None:
@@ -253,8 +248,7 @@ def test_odd_keys(store: Store) -> None:
 
 def test_listings_of_more_than_a_page(store: Store) -> None:
     keys = [f"run/{number:02}" for number in range(2 * PAGE + 1)]
-    for key in [*keys, "other", "runner"]:
-        store.put(key, b"x")
+    store.map(lambda store, key: store.put(key, b"x"), [*keys, "other", "runner"])
     found = store.list("run/")
     assert [each.key for each in found.objects] == keys
     assert {each.size for each in found.objects} == {1}
@@ -283,11 +277,11 @@ def test_listings_with_a_delimiter(store: Store) -> None:
     assert list(store.list("läuf +%2B/", "/").prefixes) == [f"läuf +%2B/{name}/" for name in names]
 
 
-def test_a_put_where_nothing_may_be(store: Store, request: pytest.FixtureRequest) -> None:
+def test_a_put_where_nothing_may_be(store: Store, knows_conditions: bool) -> None:
     store.put("k", b"first", expect=ABSENT)
     assert store.get("k").data == b"first"
     store.put("k", b"first", expect=ABSENT)  # as an attempt whose answer was lost left it
-    if not knows_conditions(store, request):
+    if not knows_conditions:
         return
     with pytest.raises(errors.PreconditionFailedError):
         store.put("k", b"second", expect=ABSENT)
@@ -295,7 +289,7 @@ def test_a_put_where_nothing_may_be(store: Store, request: pytest.FixtureRequest
 
 
 def test_a_put_in_place_of_what_was_seen(
-    store: Store, request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture
+    store: Store, knows_conditions: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     store.put("k", b"first")
     etag = store.get("k").etag
@@ -303,7 +297,7 @@ def test_a_put_in_place_of_what_was_seen(
     assert store.get("k").data == b"second", "also where a store refuses a condition that holds, which it says"
     quirk = isinstance(store, S3Store) and Quirk.NO_CONDITIONAL_WRITES in store.known.quirks
     assert quirk == ("conditional writes" in caplog.text)
-    if not knows_conditions(store, request):
+    if not knows_conditions:
         return
     with pytest.raises(errors.PreconditionFailedError):
         store.put("k", b"third", expect=Expect(etag))
@@ -311,46 +305,31 @@ def test_a_put_in_place_of_what_was_seen(
 
 
 def test_deletes_leave_alone_what_has_another_etag(store: Store) -> None:
-    for key in ("a", "b", "c"):
-        store.put(key, b"1")
-    etags = {key: store.head(key).etag for key in ("a", "b", "c")}
+    store.map(lambda store, key: store.put(key, b"1"), "abc")
+    first, seen = (DeleteTarget(key, store.head(key).etag) for key in ("a", "b"))
     store.put("b", b"22")
-    targets = [
-        DeleteTarget("a", etags["a"]),
-        DeleteTarget("b", etags["b"]),
-        DeleteTarget("c"),
-        DeleteTarget("d", '"x"'),
-    ]
-    left = list(store.delete(targets))
+    left = list(store.delete([first, seen, DeleteTarget("c"), DeleteTarget("d", '"x"')]))
     found = [each.key for each in store.list("").objects]
     assert found in (["b"], []), "a store that knows no conditional deletes deletes it"
     assert left == found
     if isinstance(store, MemoryStore):
         assert found == ["b"]
-
-
-def test_a_single_delete_leaves_alone_what_has_another_etag(store: Store) -> None:
-    store.put("k", b"1")
-    old = DeleteTarget("k", store.head("k").etag)
-    store.put("k", b"22")
-    left = list(store.delete([old]))
+    store.put("b", b"22")
+    left = list(store.delete([seen]))  # by itself
     assert left == [each.key for each in store.list("").objects]
-    assert list(store.delete([DeleteTarget("k", store.head("k").etag)] if left else [])) == []
-    assert not store.exists("k")
+    assert list(store.delete([DeleteTarget("b", store.head("b").etag)] if left else [])) == []
+    assert not store.exists("b")
 
 
 def test_a_deadline_that_has_passed_ends_everything_but_the_clean_up(store: Store) -> None:
     store.put("k", b"x")
-    deadline = Deadline("DCP_S3_SAVE_TIMEOUT", 0.0, time.monotonic())
-    late = store.within(Limit(deadline=deadline))
-    with pytest.raises(errors.DeadlineExceededError, match="DCP_S3_SAVE_TIMEOUT"):
-        late.get("k")
-    with pytest.raises(errors.DeadlineExceededError):
-        late.delete(["k"])
-    with pytest.raises(errors.DeadlineExceededError):
-        late.put_stream("new", 1, [Piece.of(b"x")])
-    assert store.exists("k")
-    assert not store.exists("new")
+    late = store.within(Limit(deadline=Deadline("DCP_S3_SAVE_TIMEOUT", 0.0, time.monotonic())))
+    for call in (
+        lambda: late.get("k"), lambda: late.delete(["k"]), lambda: late.put_stream("new", 1, [Piece.of(b"x")]),
+    ):  # fmt: skip
+        with pytest.raises(errors.DeadlineExceededError, match="DCP_S3_SAVE_TIMEOUT"):
+            call()
+    assert [each.key for each in store.list("").objects] == ["k"]
     cleaning = late.within(late.limit.for_cleanup())
     assert cleaning.limit.deadline is not None
     assert 5 < cleaning.limit.deadline.left <= 10
@@ -400,12 +379,8 @@ def test_a_directory_has_nothing_but_whole_objects(directory: DirectoryStore, tm
         directory.put_stream("a/b", 4, pieces())
     assert [each.key for each in directory.list("").objects] == ["a/b"]
     assert os.listdir(tmp_path / "store/a") == ["b"]
+    (half := tmp_path / f"store/a/{HIDDEN}1").write_bytes(b"half")
+    assert [each.key for each in directory.list("").objects] == ["a/b"]
+    half.unlink()
     directory.delete(["a/b", "a/c"])
     assert os.listdir(tmp_path / "store") == []
-
-
-def test_a_file_that_is_being_written_is_no_object_of_a_directory(tmp_path: Path) -> None:
-    store = DirectoryStore(tmp_path)
-    store.put("a/b", b"x")
-    (tmp_path / "a" / f"{HIDDEN}1").write_bytes(b"half")
-    assert [each.key for each in store.list("").objects] == ["a/b"]

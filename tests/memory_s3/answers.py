@@ -9,7 +9,7 @@ from xml.sax.saxutils import escape
 
 from .http import Response
 from .memory import Body
-from .store import S3Error
+from .store import S3Error, StoredObject, Upload
 
 _NAMESPACE = "http://s3.amazonaws.com/doc/2006-03-01/"
 
@@ -43,6 +43,15 @@ def _render(children: Iterable[Element]) -> str:
     return "".join(
         f"<{name}>{escape(inner) if isinstance(inner, str) else _render(inner)}</{name}>" for name, inner in children
     )
+
+
+def contents(key: str, stored: StoredObject, storage_class: str = "STANDARD") -> Element:
+    values = {"LastModified": iso_time(stored.modified), "ETag": stored.etag, "Size": stored.size}
+    return "Contents", fields(Key=key, **values, StorageClass=storage_class)
+
+
+def open_upload(key: str, upload: Upload) -> Element:
+    return "Upload", fields(Key=key, UploadId=upload.id, Initiated=iso_time(upload.initiated), StorageClass="STANDARD")
 
 
 def iso_time(seconds: float) -> str:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import urllib.request
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from collections import Counter, defaultdict
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 #: GET answers the counters as JSON, DELETE resets them. No bucket can have this name.
@@ -20,18 +20,19 @@ class Reader(NamedTuple):
     key: str
 
 
-class Reads(NamedTuple):
+@dataclass
+class Reads:
     """GetObject requests for one key."""
 
-    requests: int
-    bytes_out: int
+    requests: int = 0
+    bytes_out: int = 0
 
 
-@dataclass(frozen=True)
+@dataclass
 class Counters:
     """What a server has done since it started or its counters were reset."""
 
-    requests: Mapping[str, int] = field(default_factory=dict)
+    requests: Counter[str] = field(default_factory=Counter)
     """Requests by operation, those refused included."""
     bytes_in: int = 0
     """Bytes of request bodies received and kept."""
@@ -39,17 +40,18 @@ class Counters:
     """Bytes of response bodies sent, those that the client broke off included."""
     peak_in_flight: int = 0
     """Most requests being handled at once."""
-    reads: Mapping[Reader, Reads] = field(default_factory=dict)
+    reads: defaultdict[Reader, Reads] = field(default_factory=lambda: defaultdict(Reads))
     """GetObject requests by access key and object."""
 
     def dump(self) -> bytes:
-        fields = asdict(self) | {"reads": [[*reader, *reads] for reader, reads in self.reads.items()]}
-        return json.dumps(fields).encode()
+        reads = [[*reader, reads.requests, reads.bytes_out] for reader, reads in self.reads.items()]
+        return json.dumps(vars(self) | {"reads": reads}).encode()
 
     @classmethod
     def load(cls, text: bytes) -> Counters:
         fields = json.loads(text)
-        fields["reads"] = {Reader(a, k): Reads(count, size) for a, k, count, size in fields["reads"]}
+        fields["requests"] = Counter(fields["requests"])
+        fields["reads"] = defaultdict(Reads, {Reader(a, k): Reads(*counts) for a, k, *counts in fields["reads"]})
         return cls(**fields)
 
 

@@ -33,7 +33,7 @@ def is_one(bucket: str) -> bool:
 def check(operation: str, call: Call) -> None:
     """Raise what AWS answers to a request that a directory bucket does not take."""
     query, headers = call.query, call.headers
-    if operation not in _SUPPORTED or "versionId" in query:
+    if operation not in _SUPPORTED:
         raise S3Error(501, "NotImplemented", f"{operation} is not supported by directory buckets")
     if any(name in headers for name in _NO_HEADERS):
         raise S3Error(501, "NotImplemented", "this header is not supported by directory buckets")
@@ -46,7 +46,7 @@ def check(operation: str, call: Call) -> None:
         if delimiter != "/" or "start-after" in query or "upload-id-marker" in query:
             raise S3Error(400, "InvalidArgument", "this parameter is not supported by directory buckets")
     if operation == "CompleteMultipartUpload":
-        numbers = [number for number, _ in answers.parse_complete(call.received.body)]
+        numbers = [number for number, _ in answers.parse_complete(call.body)]
         if numbers != list(range(1, len(numbers) + 1)):
             raise S3Error(400, "InvalidPart", "part numbers must be consecutive and start with 1")
 
@@ -68,25 +68,14 @@ def list_objects(store: Store, call: Call) -> Response:
     entries: dict[str, answers.Element] = {
         name: ("CommonPrefixes", answers.fields(Prefix=call.encode(name))) for name in prefixes
     }
-    for key, stored in objects.items():
-        fields = answers.fields(
-            Key=call.encode(key), LastModified=answers.iso_time(stored.modified), ETag=stored.etag, Size=stored.size,
-            StorageClass="EXPRESS_ONEZONE",
-        )  # fmt: skip
-        entries[key] = ("Contents", fields)
+    entries |= {key: answers.contents(call.encode(key), each, "EXPRESS_ONEZONE") for key, each in objects.items()}
     shown, more = _page(entries, call.query.get("continuation-token", "0"), call.query.get("max-keys", "1000"))
     return answers.xml("ListBucketResult", *_head(call, more), *shown, NextContinuationToken=more or None)
 
 
 def list_uploads(store: Store, call: Call) -> Response:
-    entries: dict[str, answers.Element] = {
-        each.key + each.id: (
-            "Upload",
-            answers.fields(Key=call.encode(each.key), UploadId=each.id, Initiated=answers.iso_time(each.initiated)),
-        )
-        for each in store.uploads(call.bucket)
-        if each.key.startswith(call.query.get("prefix", ""))
-    }
+    found = [each for each in store.uploads(call.bucket) if each.key.startswith(call.query.get("prefix", ""))]
+    entries = {each.key + each.id: answers.open_upload(call.encode(each.key), each) for each in found}
     shown, more = _page(entries, call.query.get("key-marker") or "0", call.query.get("max-uploads", "1000"))
     return answers.xml("ListMultipartUploadsResult", *_head(call, more), *shown, NextKeyMarker=more or None)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import math
 import select
@@ -22,6 +21,7 @@ _RECV_SIZE = 64 * 1024
 #: Lets the kernel fill a whole block per call, so the interpreter lock changes hands less often.
 _WAITALL = getattr(socket, "MSG_WAITALL", 0)
 _MORE = getattr(socket, "MSG_MORE", 0)
+_PHRASES = {status.value: status.phrase for status in HTTPStatus}
 
 
 @dataclass(frozen=True)
@@ -117,13 +117,8 @@ class Connection:
         words = lines[0].split(" ")
         if len(words) != 3:
             raise MalformedRequestError(f"not a request line: {lines[0]!r}")
-        headers = {}
-        for line in lines[1:]:
-            name, colon, value = line.partition(":")
-            if not colon:
-                raise MalformedRequestError(f"not a header: {line!r}")
-            headers[name.strip().lower()] = value.strip()
-        return Head(words[0], words[1], headers)
+        pairs = (line.partition(":") for line in lines[1:])
+        return Head(words[0], words[1], {name.strip().lower(): value.strip() for name, _, value in pairs})
 
     def begin_body(self) -> None:
         """A body begins, in either direction."""
@@ -131,11 +126,9 @@ class Connection:
             self._pace.begin()
 
     def read_into(self, view: memoryview) -> None:
-        if self._buffer:
-            ready = min(len(self._buffer), len(view))
-            view[:ready] = self._buffer[:ready]
-            self._buffer = self._buffer[ready:]
-            view = view[ready:]
+        ready = min(len(self._buffer), len(view))
+        view[:ready], self._buffer = self._buffer[:ready], self._buffer[ready:]
+        view = view[ready:]
         while view:
             step = view if self._pace is None else view[: Pace.STEP]
             received = self._socket.recv_into(step, 0, _WAITALL)
@@ -144,9 +137,6 @@ class Connection:
             if self._pace is not None:
                 self._pace.moved(received)
             view = view[received:]
-
-    def send_continue(self) -> None:
-        self._socket.sendall(b"HTTP/1.1 100 Continue\r\n\r\n")
 
     def send(self, response: Response, *, keep: bool, body: bool = True, limit: int | None = None) -> None:
         """Write a response; `sent` is then the bytes of its body that were sent, also if the client breaks it off.
@@ -169,7 +159,7 @@ class Connection:
                 if self._pace is not None:
                     self._pace.moved(count)
 
-    def send_body(self, data: memoryview) -> None:
+    def send_bytes(self, data: bytes | memoryview) -> None:
         self._socket.sendall(data)
 
     def wait_for_end(self, seconds: float) -> bool:
@@ -206,7 +196,7 @@ def _head(response: Response, *, keep: bool) -> bytes:
     headers = {"Content-Length": str(len(response.body)), **response.headers}
     if not keep:
         headers["Connection"] = "close"
-    lines = [f"HTTP/1.1 {response.status} {_phrase(response.status)}"]
+    lines = [f"HTTP/1.1 {response.status} {_PHRASES.get(response.status, 'Unknown')}"]
     lines += [f"{name}: {value}" for name, value in headers.items()]
     return "\r\n".join([*lines, "", ""]).encode("utf-8", "surrogateescape")
 
@@ -215,26 +205,15 @@ def render(response: Response, *, body: bool) -> bytes:
     return _head(response, keep=True) + (bytes(response.body) if body else b"")
 
 
-@dataclass(frozen=True)
-class Received:
-    """A request's body, and the checksum computed as it arrived."""
-
-    body: Body
-    checksum: str | None
-
-
-def receive(connection: Connection, head: Head, pool: Pool, *, verify: bool) -> Received:
-    """Read the body that ``head`` announces into memory of ``pool``; whether to compute its CRC-64/NVME on the way."""
-    body, crc = pool.allocate(head.content_length), 0
+def receive(connection: Connection, size: int, pool: Pool, *, verify: bool) -> Body:
+    """Read a body of that size into memory of ``pool``; whether to compute its CRC-64/NVME on the way."""
+    body, crc = pool.allocate(size), 0
     connection.begin_body()
     for view in body.pieces:
         connection.read_into(view)
         if verify:
             crc = crc64nvme(view, crc)
-    if not verify:
-        return Received(body, None)
-    known = replace(body, runs=((crc, len(body)),) if body.pieces else ())
-    return Received(known, base64.b64encode(crc.to_bytes(8, "big")).decode())
+    return replace(body, runs=((crc, size),)) if verify and size else body
 
 
 def discard(connection: Connection, size: int) -> None:
@@ -243,10 +222,3 @@ def discard(connection: Connection, size: int) -> None:
         view = scratch[: min(size, len(scratch))]
         connection.read_into(view)
         size -= len(view)
-
-
-def _phrase(status: int) -> str:
-    try:
-        return HTTPStatus(status).phrase
-    except ValueError:
-        return "Unknown"

@@ -134,8 +134,6 @@ def _cut(pieces: Iterable[memoryview], start: int, stop: int) -> Iterator[memory
 
 
 def _mapped(size: int) -> memoryview:
-    if not hasattr(mmap, "MAP_PRIVATE"):
-        return memoryview(mmap.mmap(-1, size))
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)

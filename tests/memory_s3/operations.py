@@ -10,18 +10,10 @@ from typing import Any
 from urllib.parse import quote, unquote
 
 from . import directory_bucket
-from .answers import Element, fields, iso_time, parse_complete, parse_delete, xml
-from .http import Received, Response
-from .store import (
-    CHECKSUM,
-    S3Error,
-    Store,
-    StoredObject,
-    checksums_of,
-    continuation_token,
-    crc_of,
-    parse_continuation_token,
-)
+from .answers import Element, contents, fields, iso_time, open_upload, parse_complete, parse_delete, xml
+from .http import Response
+from .memory import Body
+from .store import CHECKSUM, S3Error, Store, StoredObject, check_if_match, crc_of
 
 
 @dataclass(frozen=True)
@@ -32,15 +24,15 @@ class Call:
     key: str
     query: Mapping[str, str]
     headers: Mapping[str, str]
-    received: Received
+    body: Body
     not_deleted: str = ""
     """The error code for the first key of a DeleteObjects, which stays."""
 
     def number(self, name: str, default: int) -> int:
-        text = self.query.get(name, "")
-        if text and not text.isdigit():
+        text = self.query.get(name) or str(default)
+        if not text.isdigit():
             raise S3Error(400, "InvalidArgument", f"{name} is {text!r}, expected a number")
-        return int(text) if text else default
+        return int(text)
 
     def encode(self, name: str) -> str:
         """A key or prefix, percent-encoded if the client asked for it."""
@@ -65,6 +57,20 @@ class Call:
         kept = {name: value for name, value in self.headers.items() if name.startswith("x-amz-meta-")}
         return {"Content-Type": self.headers.get("content-type", "binary/octet-stream"), **kept}
 
+    def checksums(self) -> dict[str, str]:
+        """Those that were given, of whatever kind: they are kept, and given back."""
+        others = ("algorithm", "mode", "type")
+        kept = (each for each in self.headers.items() if each[0].startswith("x-amz-checksum-"))
+        return {name: value for name, value in kept if not name.endswith(others)}
+
+    def checked(self) -> dict[str, str]:
+        """The checksums given with a body, after the CRC-64/NVME was compared to what arrived."""
+        given = self.checksums()
+        if CHECKSUM in given and given[CHECKSUM] != (computed := crc_of(self.body)):
+            text = f"The CRC64NVME you specified, {given[CHECKSUM]}, is not that of what arrived, {computed}"
+            raise S3Error(400, "BadDigest", text)
+        return given
+
 
 # --- buckets -----------------------------------------------------------------------------------------------
 
@@ -75,7 +81,7 @@ def _create_bucket(store: Store, call: Call) -> Response:
 
 
 def _head_bucket(store: Store, call: Call) -> Response:
-    store.check_bucket(call.bucket)
+    store.bucket(call.bucket)
     return Response(headers={"x-amz-bucket-region": "us-east-1"})
 
 
@@ -85,39 +91,27 @@ def _delete_bucket(store: Store, call: Call) -> Response:
 
 
 def _get_bucket_versioning(store: Store, call: Call) -> Response:
-    store.check_bucket(call.bucket)
+    store.bucket(call.bucket)
     return xml("VersioningConfiguration")
 
 
 def _list_objects_v2(store: Store, call: Call) -> Response:
-    query = call.query
-    token = query.get("continuation-token")
-    max_keys = min(call.number("max-keys", 1000), 1000)
-    page, objects = store.page(
-        call.bucket,
-        prefix=query.get("prefix", ""),
-        delimiter=query.get("delimiter", ""),
-        after=parse_continuation_token(token) if token else "",
-        max_keys=max_keys,
-    )
-    contents: list[Element] = [
-        ("Contents", fields(Key=call.encode(key), LastModified=iso_time(stored.modified), ETag=stored.etag,
-                            Size=stored.size, StorageClass="STANDARD"))
-        for key, stored in objects.items()
-    ]  # fmt: skip
+    query, max_keys = call.query, min(call.number("max-keys", 1000), 1000)
+    prefix, delimiter, token = query.get("prefix", ""), query.get("delimiter", ""), query.get("continuation-token", "")
+    page, objects = store.page(call.bucket, prefix=prefix, delimiter=delimiter, after=unquote(token), max_keys=max_keys)
+    shown = [contents(call.encode(key), stored) for key, stored in objects.items()]
     prefixes: list[Element] = [("CommonPrefixes", fields(Prefix=call.encode(name))) for name in page.prefixes]
     return xml(
-        "ListBucketResult", *contents, *prefixes,
-        Name=call.bucket, Prefix=call.encode(query.get("prefix", "")), MaxKeys=max_keys,
-        IsTruncated=page.next_after is not None, Delimiter=query.get("delimiter") or None,
-        EncodingType=query.get("encoding-type") or None, KeyCount=len(contents) + len(prefixes),
+        "ListBucketResult", *shown, *prefixes, Name=call.bucket, Prefix=call.encode(prefix), MaxKeys=max_keys,
+        IsTruncated=page.next_after is not None, Delimiter=delimiter or None,
+        EncodingType=query.get("encoding-type") or None, KeyCount=len(shown) + len(prefixes),
         ContinuationToken=token or None,
-        NextContinuationToken=None if page.next_after is None else continuation_token(page.next_after),
+        NextContinuationToken=None if page.next_after is None else quote(page.next_after),
     )  # fmt: skip
 
 
 def _delete_objects(store: Store, call: Call) -> Response:
-    etags, quiet = parse_delete(call.received.body)
+    etags, quiet = parse_delete(call.body)
     keys = list(etags)
     if len(keys) > 1000:
         raise S3Error(400, "MalformedXML", f"{len(keys)} keys to delete, the limit is 1000")
@@ -135,27 +129,14 @@ def _delete_objects(store: Store, call: Call) -> Response:
 # --- objects -----------------------------------------------------------------------------------------------
 
 
-def _checked(store: Store, call: Call) -> dict[str, str]:
-    """The checksums given with a body, after the CRC-64/NVME was compared to what arrived."""
-    computed, given = call.received.checksum, call.headers.get(CHECKSUM)
-    if computed is not None and given != computed:
-        raise S3Error(
-            400, "BadDigest", f"The CRC64NVME you specified, {given}, is not that of what arrived, {computed}"
-        )
-    return checksums_of(call.headers)
-
-
 def _put_object(store: Store, call: Call) -> Response:
-    stored = store.put(
-        call.bucket, call.key, call.received.body,
-        headers=call.object_headers(), checksums=_checked(store, call), **call.conditions,
-    )  # fmt: skip
+    stored = store.put(call.bucket, call.key, call.body, call.object_headers(), call.checked(), **call.conditions)
     return Response(headers={"ETag": stored.etag, **stored.checksums})
 
 
 def _get_object(store: Store, call: Call) -> Response:
     stored = store.get(call.bucket, call.key)
-    _check_if_match(stored, call.headers.get("if-match"))
+    check_if_match(stored, call.headers.get("if-match"))
     headers = {
         "ETag": stored.etag, "Last-Modified": formatdate(stored.modified, usegmt=True), "Accept-Ranges": "bytes",
         **stored.headers,
@@ -176,10 +157,9 @@ def _delete_object(store: Store, call: Call) -> Response:
 
 
 def _copy_source(store: Store, call: Call) -> StoredObject:
-    path = unquote(call.headers["x-amz-copy-source"]).lstrip("/")
-    bucket, _, key = path.partition("/")
-    source = store.get(bucket, key.partition("?versionId=")[0])
-    _check_if_match(source, call.headers.get("x-amz-copy-source-if-match"))
+    bucket, _, key = unquote(call.headers["x-amz-copy-source"]).lstrip("/").partition("/")
+    source = store.get(bucket, key)
+    check_if_match(source, call.headers.get("x-amz-copy-source-if-match"))
     return source
 
 
@@ -189,24 +169,24 @@ def _copy_object(store: Store, call: Call) -> Response:
     checksums = dict(source.checksums)
     if call.headers.get("x-amz-checksum-algorithm") == "CRC64NVME" and CHECKSUM not in checksums:
         checksums = {CHECKSUM: crc_of(source.body)}
-    stored = store.put(
-        call.bucket, call.key, source.body, headers=source.headers, checksums=checksums, **call.conditions
-    )
-    return xml(
-        "CopyObjectResult", LastModified=iso_time(stored.modified), ETag=stored.etag, **_checksum_fields(checksums)
-    )
+    stored = store.put(call.bucket, call.key, source.body, source.headers, checksums, **call.conditions)
+    return _copied("CopyObjectResult", stored)
 
 
-# --- multipart uploads -------------------------------------------------------------------------------------
+def _copied(root: str, made: StoredObject) -> Response:
+    return xml(root, LastModified=iso_time(made.modified), ETag=made.etag, **_checksum_fields(made.checksums))
 
 
 def _checksum_fields(given: Mapping[str, str]) -> dict[str, str]:
     return {f"Checksum{name.removeprefix('x-amz-checksum-').upper()}": value for name, value in given.items()}
 
 
+# --- multipart uploads -------------------------------------------------------------------------------------
+
+
 def _create_multipart_upload(store: Store, call: Call) -> Response:
     algorithm = call.headers.get("x-amz-checksum-algorithm", "")
-    upload = store.create_upload(call.bucket, call.key, call.object_headers(), algorithm=algorithm)
+    upload = store.create_upload(call.bucket, call.key, call.object_headers(), algorithm)
     answer = xml("InitiateMultipartUploadResult", Bucket=call.bucket, Key=call.key, UploadId=upload.id)
     names = ("x-amz-checksum-algorithm", "x-amz-checksum-type")
     echoed = {name: call.headers[name] for name in names if name in call.headers}
@@ -214,36 +194,31 @@ def _create_multipart_upload(store: Store, call: Call) -> Response:
 
 
 def _upload_part(store: Store, call: Call) -> Response:
-    part = store.put_part(*call.upload, call.part_number, call.received.body, _checked(store, call))
+    part = store.put_part(*call.upload, call.part_number, call.body, call.checked())
     return Response(headers={"ETag": part.etag, **part.checksums})
 
 
 def _upload_part_copy(store: Store, call: Call) -> Response:
     source = _copy_source(store, call)
     span = parse_range(call.headers.get("x-amz-copy-source-range"), source.size)
-    body = source.body if span is None else source.body.slice(*span)
-    if checked := store.verifies and store.upload(*call.upload).algorithm == "CRC64NVME":
+    body, checksums = source.body if span is None else source.body.slice(*span), {}
+    if store.upload(*call.upload).algorithm == "CRC64NVME":
         body = body.known()
-    part = store.put_part(*call.upload, call.part_number, body, {CHECKSUM: crc_of(body)} if checked else None)
-    fields = _checksum_fields(part.checksums)
-    return xml("CopyPartResult", LastModified=iso_time(part.modified), ETag=part.etag, **fields)
+        checksums = {CHECKSUM: crc_of(body)}
+    return _copied("CopyPartResult", store.put_part(*call.upload, call.part_number, body, checksums))
 
 
 def _list_multipart_uploads(store: Store, call: Call) -> Response:
     query, limit = call.query, min(call.number("max-uploads", 1000), 1000)
     prefix, marker = query.get("prefix", ""), (query.get("key-marker", ""), query.get("upload-id-marker", ""))
-    found = [((each.key, each.id), each) for each in store.uploads(call.bucket) if each.key.startswith(prefix)]
-    places = [place for place, _ in found]
+    found = [each for each in store.uploads(call.bucket) if each.key.startswith(prefix)]
+    places = [(each.key, each.id) for each in found]
     if marker in places:
         found = found[places.index(marker) + 1 :]
     elif marker[0]:
-        found = [(place, each) for place, each in found if each.key > marker[0]]
-    shown, more = [each for _, each in found[:limit]], len(found) > limit
-    entries: list[Element] = [
-        ("Upload", fields(Key=call.encode(each.key), UploadId=each.id, StorageClass="STANDARD",
-                          Initiated=iso_time(each.initiated)))
-        for each in shown
-    ]  # fmt: skip
+        found = [each for each in found if each.key > marker[0]]
+    shown, more = found[:limit], len(found) > limit
+    entries = [open_upload(call.encode(each.key), each) for each in shown]
     return xml(
         "ListMultipartUploadsResult", *entries, Bucket=call.bucket, Prefix=call.encode(prefix),
         KeyMarker=call.encode(marker[0]), UploadIdMarker=marker[1], MaxUploads=limit, IsTruncated=more,
@@ -254,12 +229,10 @@ def _list_multipart_uploads(store: Store, call: Call) -> Response:
 
 
 def _complete_multipart_upload(store: Store, call: Call) -> Response:
-    whole = checksums_of(call.headers)
-    chosen = parse_complete(call.received.body)
-    stored = store.complete_upload(*call.upload, chosen=chosen, checksums=whole, **call.conditions)
+    stored = store.complete_upload(*call.upload, parse_complete(call.body), call.checksums())
     return xml(
         "CompleteMultipartUploadResult", Location=f"/{call.bucket}/{call.key}", Bucket=call.bucket, Key=call.key,
-        ETag=stored.etag, **_checksum_fields(whole),
+        ETag=stored.etag, **_checksum_fields(stored.checksums),
     )  # fmt: skip
 
 
@@ -295,7 +268,7 @@ _OPERATIONS: list[tuple[str, str, str, str, Handler]] = [
     ("CompleteMultipartUpload", "POST", "object", "uploadId", _complete_multipart_upload),
 ]
 _HANDLERS = {name: handler for name, _, _, _, handler in _OPERATIONS}
-_OF_DIRECTORY_BUCKETS = {
+_OF_DIRECTORY_BUCKETS = _HANDLERS | {
     "ListObjectsV2": directory_bucket.list_objects,
     "ListMultipartUploads": directory_bucket.list_uploads,
 }
@@ -303,11 +276,12 @@ _OF_DIRECTORY_BUCKETS = {
 _NOT_IMPLEMENTED = {
     "acl", "attributes", "cors", "encryption", "legal-hold", "lifecycle", "object-lock", "policy",
     "location", "replication", "restore", "retention", "select", "tagging", "torrent", "versions", "website",
+    "versionId",
 }  # fmt: skip
 _NONE = "NotImplemented"
 
 
-def identify(method: str, bucket: str, key: str, query: Mapping[str, str], headers: Mapping[str, str]) -> str:
+def identify(method: str, key: str, query: Mapping[str, str], headers: Mapping[str, str]) -> str:
     """S3's name for a request; ``NotImplemented`` for what this server does not know."""
     if _NOT_IMPLEMENTED.intersection(query):
         return _NONE
@@ -329,7 +303,7 @@ class Operations:
     def handle(self, operation: str, call: Call) -> Response:
         handlers = _HANDLERS
         if directory_bucket.is_one(call.bucket):
-            handlers = _HANDLERS | _OF_DIRECTORY_BUCKETS
+            handlers = _OF_DIRECTORY_BUCKETS
             try:
                 directory_bucket.check(operation, call)
             except S3Error:
@@ -345,21 +319,10 @@ def parse_range(header: str | None, size: int) -> tuple[int, int] | None:
 
     Raises S3Error InvalidRange (416) if it lies outside the object.
     """
-    match = re.fullmatch(r"bytes=(\d*)-(\d*)", (header or "").replace(" ", ""))
-    if match is None or match[1] == match[2] == "":
+    match = re.fullmatch(r"bytes=(\d+)-(\d+)", header or "")
+    if match is None:
         return None
-    if match[1] == "":
-        start, stop = max(size - int(match[2]), 0), size
-    else:
-        start = int(match[1])
-        stop = min(int(match[2]) + 1, size) if match[2] else size
-        if match[2] and int(match[2]) < start:
-            return None
+    start, stop = int(match[1]), min(int(match[2]) + 1, size)
     if start >= stop:
         raise S3Error(416, "InvalidRange", "The requested range is not satisfiable")
     return start, stop
-
-
-def _check_if_match(stored: StoredObject, wanted: str | None) -> None:
-    if wanted not in (None, "*", stored.etag, stored.etag.strip('"')):
-        raise S3Error(412, "PreconditionFailed", "At least one of the pre-conditions you specified did not hold")

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import itertools
 import logging
 import socket
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable
 from email.utils import formatdate
 from urllib.parse import parse_qsl, unquote
 
 from . import answers, counters
-from .counters import Counters, Reader, Reads
+from .counters import Counters, Reader
 from .faults import Fault, FaultFunction, RequestInfo
 from .http import Connection, Head, Link, MalformedRequestError, Response, discard, receive, render
 from .memory import Body, Pool
@@ -38,28 +38,20 @@ class MemoryS3:
         self,
         port: int = 0,
         preallocate: int = 0,
-        verify_checksums: bool = True,
         fault: FaultFunction | None = None,
         *,
         record_requests: bool = True,
         clock: Callable[[], float] = time.time,
         link: Link | None = None,
     ) -> None:
-        """Take the settings: a port (0: a free one), bytes of memory to touch at start, whether bodies with a wrong
-        checksum are refused, what is asked before each request, whether heads are kept in `request_log`, the server's
-        time, what lies between it and clients."""
+        """Take the settings: a port (0: a free one), bytes of memory to touch at start, what is asked before each
+        request, whether heads are kept in `request_log`, the server's time, what lies between it and clients."""
         self.fault = fault
         self._address = ("127.0.0.1", port)
-        self._verify_checksums = verify_checksums
-        self._record_requests = record_requests
-        self._clock = clock
-        self._link = link
-        self._store = Store(clock=clock, verifies=verify_checksums)
+        self._record_requests, self._clock, self._link = record_requests, clock, link
+        self._store = Store(clock)
         self._operations = Operations(self._store)
-        self._preallocate = preallocate
-        self._pool = Pool()
-        self._listener: socket.socket | None = None
-        self._acceptor: threading.Thread | None = None
+        self._preallocate, self._pool = preallocate, Pool()
         self._lock = threading.Lock()
         self._idle = threading.Condition(self._lock)
         self._connections: dict[Connection, threading.Thread] = {}
@@ -72,16 +64,12 @@ class MemoryS3:
         self._pool = Pool(self._preallocate)
         self._listener = socket.create_server(self._address, backlog=1024)
         self._address = self._listener.getsockname()[:2]
-        self._acceptor = threading.Thread(
-            target=self._accept, args=(self._listener,), name="memory-s3-accept", daemon=True
-        )
+        self._acceptor = threading.Thread(target=self._accept, name="memory-s3-accept", daemon=True)
         self._acceptor.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         """Close the port and every connection, and wait for the threads."""
-        assert self._listener is not None
-        assert self._acceptor is not None
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes accept(), which close() does not
         self._listener.close()
@@ -110,22 +98,11 @@ class MemoryS3:
         """The counters as they stand now, or in a moment: clients have their answers before these are counted."""
         with self._lock:
             self._idle.wait_for(lambda: not self._in_flight, _SETTLES)
-            return Counters(
-                dict(self._requests),
-                self._bytes_in,
-                self._bytes_out,
-                self._peak_in_flight,
-                {reader: Reads(count, self._read_bytes[reader]) for reader, count in self._read_requests.items()},
-            )
+            return copy.deepcopy(self._counted)
 
     def reset_counters(self) -> None:
         with self._lock:
-            self._requests: Counter[str] = Counter()
-            self._read_requests: Counter[Reader] = Counter()
-            self._read_bytes: Counter[Reader] = Counter()
-            self._bytes_in = 0
-            self._bytes_out = 0
-            self._peak_in_flight = self._in_flight
+            self._counted = Counters(peak_in_flight=self._in_flight)
             self._request_log.clear()
 
     @property
@@ -149,10 +126,10 @@ class MemoryS3:
 
     # Threads
 
-    def _accept(self, listener: socket.socket) -> None:
+    def _accept(self) -> None:
         while True:
             try:
-                sock, _ = listener.accept()
+                sock, _ = self._listener.accept()
             except OSError:
                 return  # the listener is closed
             connection = Connection(sock, self._link)
@@ -184,15 +161,16 @@ class MemoryS3:
             return self._answer_counters(connection, head)
         info = self._identify(head)
         with self._lock:
-            self._requests[info.operation] += 1
+            counted = self._counted
+            counted.requests[info.operation] += 1
             if info.operation == "GetObject":
-                self._read_requests[_reader(info)] += 1
+                counted.reads[_reader(info)].requests += 1
             self._in_flight += 1
-            self._peak_in_flight = max(self._peak_in_flight, self._in_flight)
+            counted.peak_in_flight = max(counted.peak_in_flight, self._in_flight)
             if self._record_requests:
                 self._request_log.append(info)
         try:
-            fault = self.fault(info) if self.fault is not None else None
+            fault = None if self.fault is None else self.fault(info)
             return self._answer_with(connection, head, info, fault or Fault.delay(0))
         finally:
             with self._lock:
@@ -219,24 +197,22 @@ class MemoryS3:
             connection.reset()
             return False
         expects = head.headers.get("expect", "").lower() == "100-continue"
-        is_error = fault.kind in ("error", "error_in_200")
-        refusal = S3Error(fault.status, fault.code, "Injected by the fault function.") if is_error else None
+        refusal = None
+        if fault.kind in ("error", "error_in_200"):
+            refusal = self._error(S3Error(fault.status, fault.code, "Injected by the fault function."), info)
         if refusal is not None and expects:
             # The body has not been sent, and the client may or may not send it: start afresh.
-            self._send(connection, info, self._error(refusal, info), keep=False)
+            self._send(connection, info, refusal, keep=False)
             return False
         if expects:
-            connection.send_continue()
+            connection.send_bytes(b"HTTP/1.1 100 Continue\r\n\r\n")
         if fault.kind == "reset_request":
             discard(connection, min(fault.after_bytes, head.content_length))
             connection.reset()
             return False
-        if refusal is not None:
+        response = refusal or Response()
+        if refusal is not None or (fault.kind == "forge" and not fault.applied):
             discard(connection, head.content_length)
-            response = self._error(refusal, info)
-        elif fault.kind == "forge" and not fault.applied:
-            discard(connection, head.content_length)
-            response = Response()
         else:
             response = self._perform(connection, head, info, fault)
         if fault.kind == "forge":
@@ -252,33 +228,27 @@ class MemoryS3:
         if fault.kind == "drip":
             for byte in render(response, body=info.method != "HEAD"):
                 self._wait(connection, 1 / fault.bytes_per_second)
-                connection.send_body(memoryview(bytes([byte])))
+                connection.send_bytes(bytes([byte]))
             return True
-        truncated = fault.kind in ("truncate", "reset_response")
-        limit = fault.after_bytes if truncated else None
-        keep = not truncated and head.headers.get("connection", "").lower() != "close"
-        if fault.kind in ("stall", "crawl") and len(response.body) > fault.after_bytes:
-            return self._send_slowly(connection, info, response, fault, keep=keep)
-        self._send(connection, info, response, keep=keep, limit=limit)
+        is_slow = fault.kind in ("stall", "crawl") and len(response.body) > fault.after_bytes
+        is_cut = fault.kind in ("truncate", "reset_response")
+        keep = not is_cut and head.headers.get("connection", "").lower() != "close"
+        self._send(connection, info, response, keep=keep, limit=fault.after_bytes if is_cut or is_slow else None)
         if fault.kind == "reset_response":
             connection.reset()
+        if is_slow:
+            self._send_slowly(connection, response.body.slice(fault.after_bytes, len(response.body)), fault)
         return keep
 
-    def _send_slowly(
-        self, connection: Connection, info: RequestInfo, response: Response, fault: Fault, *, keep: bool
-    ) -> bool:
-        self._send(connection, info, response, keep=keep, limit=fault.after_bytes)
-        rest, sent = response.body.slice(fault.after_bytes, len(response.body)), 0
+    def _send_slowly(self, connection: Connection, rest: Body, fault: Fault) -> None:
         step = max(1, int(fault.bytes_per_second / 50)) if fault.kind == "crawl" else len(rest)
-        while sent < len(rest):
-            size = min(step, len(rest) - sent)
-            self._wait(connection, size / fault.bytes_per_second if fault.kind == "crawl" else fault.seconds)
-            for piece in rest.slice(sent, sent + size).pieces:
-                connection.send_body(piece)
+        for start in range(0, len(rest), step):
+            part = rest.slice(start, min(start + step, len(rest)))
+            self._wait(connection, len(part) / fault.bytes_per_second if fault.kind == "crawl" else fault.seconds)
+            for piece in part.pieces:
+                connection.send_bytes(piece)
             with self._lock:
-                self._bytes_out += size
-            sent += size
-        return keep
+                self._counted.bytes_out += len(part)
 
     def _wait(self, connection: Connection, seconds: float) -> None:
         """Sleep; ConnectionError if the client hangs up meanwhile."""
@@ -286,10 +256,9 @@ class MemoryS3:
             raise ConnectionError("the client hung up")
 
     def _perform(self, connection: Connection, head: Head, info: RequestInfo, fault: Fault) -> Response:
-        verify = self._verify_checksums and CHECKSUM in head.headers
-        received = receive(connection, head, self._pool, verify=verify)
+        received = receive(connection, head.content_length, self._pool, verify=CHECKSUM in head.headers)
         with self._lock:
-            self._bytes_in += len(received.body)
+            self._counted.bytes_in += len(received)
         not_deleted = fault.code if fault.kind == "delete_partly" else ""
         call = Call(info.bucket, info.key, info.query, info.headers, received, not_deleted)
         try:
@@ -304,13 +273,7 @@ class MemoryS3:
             return self._error(S3Error(500, "InternalError", "See the server's log"), info)
 
     def _send(
-        self,
-        connection: Connection,
-        info: RequestInfo,
-        response: Response,
-        *,
-        keep: bool,
-        limit: int | None = None,
+        self, connection: Connection, info: RequestInfo, response: Response, *, keep: bool, limit: int | None = None
     ) -> None:
         has_body = info.method != "HEAD" and response.status not in (204, 304)
         headers = {
@@ -324,24 +287,17 @@ class MemoryS3:
             connection.send(response, keep=keep, body=has_body, limit=limit)
         finally:
             with self._lock:
-                self._bytes_out += connection.sent
+                self._counted.bytes_out += connection.sent
                 if info.operation == "GetObject":
-                    self._read_bytes[_reader(info)] += connection.sent
+                    self._counted.reads[_reader(info)].bytes_out += connection.sent
 
     def _identify(self, head: Head) -> RequestInfo:
         path, _, query_string = head.target.partition("?")
         bucket, _, key = unquote(path).removeprefix("/").partition("/")
         query = dict(parse_qsl(query_string, keep_blank_values=True))
-        return RequestInfo(
-            number=next(self._numbers),
-            operation=identify(head.method, bucket, key, query, head.headers),
-            method=head.method,
-            bucket=bucket,
-            key=key,
-            query=query,
-            headers=head.headers,
-            content_length=head.content_length,
-        )
+        operation = identify(head.method, key, query, head.headers)
+        number, size = next(self._numbers), head.content_length
+        return RequestInfo(number, operation, head.method, bucket, key, query, head.headers, size)
 
     def _error(self, error: S3Error, info: RequestInfo) -> Response:
         resource = f"/{info.bucket}/{info.key}" if info.key else f"/{info.bucket}"

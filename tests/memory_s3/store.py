@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import binascii
 import bisect
 import itertools
 import threading
@@ -22,18 +21,9 @@ CHECKSUM = "x-amz-checksum-crc64nvme"
 LAST_CHARACTER = "\U0010ffff"
 
 
-def base64_of(crc: int) -> str:
-    return base64.b64encode(crc.to_bytes(8, "big")).decode()
-
-
-def checksums_of(headers: Mapping[str, str]) -> dict[str, str]:
-    """The checksums among these headers, of whatever kind: they are kept, and given back."""
-    names = ("algorithm", "mode", "type")
-    return {
-        name: value
-        for name, value in headers.items()
-        if name.startswith("x-amz-checksum-") and not name.endswith(names)
-    }
+def crc_of(body: Body) -> str:
+    """The CRC-64/NVME of a body, as headers have it."""
+    return base64.b64encode(body.crc().to_bytes(8, "big")).decode()
 
 
 class S3Error(Exception):
@@ -41,14 +31,12 @@ class S3Error(Exception):
 
     def __init__(self, status: int, code: str, message: str) -> None:
         super().__init__(f"{status} {code}: {message}")
-        self.status = status
-        self.code = code
-        self.message = message
+        self.status, self.code, self.message = status, code, message
 
 
 @dataclass(frozen=True)
 class StoredObject:
-    """An object. Replaced as a whole, never changed."""
+    """An object, or a part of an upload. Replaced as a whole, never changed."""
 
     body: Body
     etag: str
@@ -62,15 +50,8 @@ class StoredObject:
     def size(self) -> int:
         return len(self.body)
 
-
-@dataclass(frozen=True)
-class Part:
-    """A part of a multipart upload."""
-
-    body: Body
-    etag: str
-    modified: float
-    checksums: Mapping[str, str] = field(default_factory=dict)
+    def has_etag(self, wanted: str) -> bool:
+        return wanted.strip('"') in ("*", self.etag.strip('"'))
 
 
 @dataclass
@@ -81,9 +62,9 @@ class Upload:
     key: str
     headers: Mapping[str, str]
     initiated: float
-    algorithm: str = ""
+    algorithm: str
     """Of the checksums of its parts."""
-    parts: dict[int, Part] = field(default_factory=dict)
+    parts: dict[int, StoredObject] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -103,7 +84,7 @@ def paginate(keys: Sequence[str], *, prefix: str, delimiter: str, after: str, ma
     last = after
     while index < len(keys) and keys[index].startswith(prefix):
         if len(page.keys) + len(page.prefixes) >= max_keys:
-            return Page(page.keys, page.prefixes, last if max_keys else None)
+            return Page(page.keys, page.prefixes, last)
         key = keys[index]
         end = key.find(delimiter, len(prefix)) if delimiter else -1
         if end < 0:
@@ -112,22 +93,10 @@ def paginate(keys: Sequence[str], *, prefix: str, delimiter: str, after: str, ma
             index += 1
             continue
         common = key[: end + len(delimiter)]
-        if common > after or not after.startswith(common):
-            page.prefixes.append(common)
+        page.prefixes.append(common)
         last = common + LAST_CHARACTER
         index = bisect.bisect_right(keys, last)
     return page
-
-
-def continuation_token(after: str) -> str:
-    return base64.urlsafe_b64encode(after.encode()).decode()
-
-
-def parse_continuation_token(token: str) -> str:
-    try:
-        return base64.urlsafe_b64decode(token).decode()
-    except (binascii.Error, UnicodeDecodeError):
-        raise S3Error(400, "InvalidArgument", "The continuation token provided is incorrect") from None
 
 
 class _Bucket:
@@ -136,10 +105,11 @@ class _Bucket:
         self.uploads: dict[str, Upload] = {}
         self._sorted: list[str] | None = None
 
-    def put(self, key: str, stored: StoredObject) -> None:
+    def put(self, key: str, stored: StoredObject) -> StoredObject:
         if key not in self.objects:
             self._sorted = None
         self.objects[key] = stored
+        return stored
 
     def remove(self, key: str) -> None:
         if self.objects.pop(key, None) is not None:
@@ -154,23 +124,25 @@ class _Bucket:
 class Store:
     """Buckets and what is in them. Every method is atomic and may be called from any thread."""
 
-    def __init__(self, *, clock: Callable[[], float], verifies: bool) -> None:
-        """``clock`` gives modification times (seconds since the epoch); whether checksums are verified."""
-        self._clock, self.verifies = clock, verifies
+    def __init__(self, clock: Callable[[], float]) -> None:
+        """``clock`` gives modification times, in seconds since the epoch."""
+        self._clock = clock
         self._lock = threading.RLock()
         self._buckets: dict[str, _Bucket] = {}
         self._numbers = itertools.count(1)
 
-    def _bucket(self, name: str) -> _Bucket:
-        try:
-            return self._buckets[name]
-        except KeyError:
-            raise S3Error(404, "NoSuchBucket", "The specified bucket does not exist") from None
-
-    def _etag(self, suffix: str = "") -> str:
-        return f'"{next(self._numbers):032x}{suffix}"'
+    def _new(
+        self, body: Body, headers: Mapping[str, str], checksums: Mapping[str, str], suffix: str = ""
+    ) -> StoredObject:
+        return StoredObject(body, f'"{next(self._numbers):032x}{suffix}"', self._clock(), headers, checksums)
 
     # Buckets
+
+    def bucket(self, name: str) -> _Bucket:
+        found = self._buckets.get(name)
+        if found is None:
+            raise S3Error(404, "NoSuchBucket", "The specified bucket does not exist")
+        return found
 
     def create_bucket(self, name: str) -> None:
         with self._lock:
@@ -178,13 +150,9 @@ class Store:
                 raise S3Error(409, "BucketAlreadyOwnedByYou", "It was created before")
             self._buckets[name] = _Bucket()
 
-    def check_bucket(self, name: str) -> None:
-        with self._lock:
-            self._bucket(name)
-
     def delete_bucket(self, name: str) -> None:
         with self._lock:
-            if self._bucket(name).objects:
+            if self.bucket(name).objects:
                 raise S3Error(409, "BucketNotEmpty", "The bucket you tried to delete is not empty")
             del self._buckets[name]
 
@@ -195,36 +163,38 @@ class Store:
         bucket: str,
         key: str,
         body: Body,
-        *,
         headers: Mapping[str, str],
-        checksums: Mapping[str, str] | None = None,
+        checksums: Mapping[str, str],
+        *,
         if_none_match: str | None = None,
         if_match: str | None = None,
     ) -> StoredObject:
         """Store an object, if the conditions (ETags or ``*``) allow it."""
         with self._lock:
-            target = self._bucket(bucket)
-            _check_write(target.objects.get(key), if_none_match, if_match)
-            stored = StoredObject(body, self._etag(), self._clock(), headers, checksums or {})
-            target.put(key, stored)
-            return stored
+            present = self.bucket(bucket).objects.get(key)
+            if if_match is not None and present is None:
+                raise S3Error(404, "NoSuchKey", "The specified key does not exist.")
+            if present is not None:
+                check_if_match(present, if_match)
+                if if_none_match is not None and present.has_etag(if_none_match):
+                    raise _refusal()
+            return self.bucket(bucket).put(key, self._new(body, headers, checksums))
 
     def get(self, bucket: str, key: str) -> StoredObject:
         with self._lock:
-            try:
-                return self._bucket(bucket).objects[key]
-            except KeyError:
-                raise S3Error(404, "NoSuchKey", "The specified key does not exist.") from None
+            found = self.bucket(bucket).objects.get(key)
+            if found is None:
+                raise S3Error(404, "NoSuchKey", "The specified key does not exist.")
+            return found
 
     def delete(self, bucket: str, keys: Iterable[str], etags: Mapping[str, str] | None = None) -> list[str]:
         """Remove objects; those that do not exist are no error. Returns those that have another ETag than ``etags``
         says, and stay."""
         with self._lock:
-            target = self._bucket(bucket)
-            refused = []
+            target, refused = self.bucket(bucket), []
             for key in keys:
-                wanted, found = (etags or {}).get(key, "*"), target.objects.get(key)
-                if wanted != "*" and found is not None and found.etag.strip('"') != wanted.strip('"'):
+                found = target.objects.get(key)
+                if found is not None and not found.has_etag((etags or {}).get(key, "*")):
                     refused.append(key)
                 else:
                     target.remove(key)
@@ -232,122 +202,88 @@ class Store:
 
     def objects(self, bucket: str) -> dict[str, StoredObject]:
         with self._lock:
-            target = self._bucket(bucket)
+            target = self.bucket(bucket)
             return {key: target.objects[key] for key in target.sorted_keys()}
 
     def page(
         self, bucket: str, *, prefix: str, delimiter: str, after: str, max_keys: int
     ) -> tuple[Page, dict[str, StoredObject]]:
         with self._lock:
-            target = self._bucket(bucket)
+            target = self.bucket(bucket)
             page = paginate(target.sorted_keys(), prefix=prefix, delimiter=delimiter, after=after, max_keys=max_keys)
             return page, {key: target.objects[key] for key in page.keys}
 
     # Multipart uploads
 
-    def create_upload(self, bucket: str, key: str, headers: Mapping[str, str], *, algorithm: str = "") -> Upload:
+    def create_upload(self, bucket: str, key: str, headers: Mapping[str, str], algorithm: str) -> Upload:
         with self._lock:
             upload = Upload(f"upload-{next(self._numbers):08x}", key, headers, self._clock(), algorithm)
-            self._bucket(bucket).uploads[upload.id] = upload
+            self.bucket(bucket).uploads[upload.id] = upload
             return upload
 
     def upload(self, bucket: str, key: str, upload_id: str) -> Upload:
         with self._lock:
-            upload = self._bucket(bucket).uploads.get(upload_id)
+            upload = self.bucket(bucket).uploads.get(upload_id)
             if upload is None or upload.key != key:
                 raise S3Error(404, "NoSuchUpload", "The specified upload does not exist.")
             return upload
 
     def uploads(self, bucket: str) -> list[Upload]:
         with self._lock:
-            found = self._bucket(bucket).uploads.values()
+            found = self.bucket(bucket).uploads.values()
             return sorted(found, key=lambda upload: (upload.key, upload.initiated, upload.id))
 
     def put_part(
-        self,
-        bucket: str,
-        key: str,
-        upload_id: str,
-        number: int,
-        body: Body,
-        checksums: Mapping[str, str] | None = None,
-    ) -> Part:
+        self, bucket: str, key: str, upload_id: str, number: int, body: Body, checksums: Mapping[str, str]
+    ) -> StoredObject:
         with self._lock:
-            part = Part(body, self._etag(), self._clock(), checksums or {})
+            part = self._new(body, {}, checksums)
             self.upload(bucket, key, upload_id).parts[number] = part
             return part
 
     def abort_upload(self, bucket: str, key: str, upload_id: str) -> None:
         with self._lock:
             self.upload(bucket, key, upload_id)
-            del self._bucket(bucket).uploads[upload_id]
+            del self.bucket(bucket).uploads[upload_id]
 
     def complete_upload(
-        self,
-        bucket: str,
-        key: str,
-        upload_id: str,
-        chosen: Sequence[tuple[int, str]],
-        *,
-        checksums: Mapping[str, str],
-        if_none_match: str | None,
-        if_match: str | None,
+        self, bucket: str, key: str, upload_id: str, chosen: Sequence[tuple[int, str]], checksums: Mapping[str, str]
     ) -> StoredObject:
         """Make an object of the ``chosen`` (part number, ETag) pairs, without copying them.
 
         ``checksums`` are those of the whole object.
         """
         with self._lock:
-            target = self._bucket(bucket)
             upload = self.upload(bucket, key, upload_id)
             parts = _choose(upload, chosen)
             body = Body.join(part.body for part in parts)
-            if self.verifies:
-                _verify(body, checksums)
-            _check_write(target.objects.get(key), if_none_match, if_match)
-            stored = StoredObject(body, self._etag(f"-{len(parts)}"), self._clock(), upload.headers, checksums)
-            target.put(key, stored)
-            del target.uploads[upload_id]
-            return stored
+            if CHECKSUM in checksums and checksums[CHECKSUM] != (computed := crc_of(body)):
+                raise S3Error(400, "BadDigest", f"The CRC64NVME you specified is not the object's, {computed}")
+            del self.bucket(bucket).uploads[upload_id]
+            return self.bucket(bucket).put(key, self._new(body, upload.headers, checksums, f"-{len(parts)}"))
 
 
-def _choose(upload: Upload, chosen: Sequence[tuple[int, str]]) -> list[Part]:
+def _choose(upload: Upload, chosen: Sequence[tuple[int, str]]) -> list[StoredObject]:
     if not chosen:
         raise S3Error(400, "MalformedXML", "A completed upload needs at least one part")
-    numbers = [number for number, _ in chosen]
-    if any(a >= b for a, b in itertools.pairwise(numbers)):
+    if any(a >= b for (a, _), (b, _) in itertools.pairwise(chosen)):
         raise S3Error(400, "InvalidPartOrder", "The list of parts was not in ascending order.")
     parts = []
     for number, etag in chosen:
         part = upload.parts.get(number)
-        if part is None or part.etag.strip('"') != etag.strip('"'):
-            raise S3Error(
-                400,
-                "InvalidPart",
-                f"Part {number} could not be found: it was not uploaded, or the ETag given is not the part's.",
-            )
+        if part is None or not part.has_etag(etag):
+            text = f"Part {number} could not be found: it was not uploaded, or the ETag given is not the part's."
+            raise S3Error(400, "InvalidPart", text)
         parts.append(part)
-    if any(len(part.body) < MIN_PART_SIZE for part in parts[:-1]):
+    if any(part.size < MIN_PART_SIZE for part in parts[:-1]):
         raise S3Error(400, "EntityTooSmall", f"A part other than the last is smaller than {MIN_PART_SIZE} bytes")
     return parts
 
 
-def crc_of(body: Body) -> str:
-    """The CRC-64/NVME of a body, as headers have it."""
-    return base64_of(body.crc())
+def check_if_match(stored: StoredObject, wanted: str | None) -> None:
+    if wanted is not None and not stored.has_etag(wanted):
+        raise _refusal()
 
 
-def _verify(body: Body, expected: Mapping[str, str]) -> None:
-    if CHECKSUM in expected and expected[CHECKSUM] != (computed := crc_of(body)):
-        raise S3Error(400, "BadDigest", f"The CRC64NVME you specified is not the object's, {computed}")
-
-
-def _check_write(present: StoredObject | None, if_none_match: str | None, if_match: str | None) -> None:
-    if if_match is not None and present is None:
-        raise S3Error(404, "NoSuchKey", "The specified key does not exist.")
-    refused = present is not None and (
-        (if_none_match is not None and if_none_match in ("*", present.etag))
-        or (if_match is not None and if_match not in ("*", present.etag, present.etag.strip('"')))
-    )
-    if refused:
-        raise S3Error(412, "PreconditionFailed", "At least one of the pre-conditions you specified did not hold")
+def _refusal() -> S3Error:
+    return S3Error(412, "PreconditionFailed", "At least one of the pre-conditions you specified did not hold")

@@ -16,9 +16,10 @@ from dcp_s3.s3.bucket import Bucket, Quirk
 from dcp_s3.s3.store import S3Store
 from dcp_s3.s3.upload import Uploader
 from dcp_s3.settings import MIN_PART_SIZE, Settings
-from dcp_s3.store import CopyRange, ObjectHead
+from dcp_s3.store import CopyRange
 from tests.faulty import BUCKET, FaultyServer
 from tests.memory_s3 import Fault
+from tests.servers import S3Server
 
 PART = MIN_PART_SIZE
 
@@ -41,6 +42,7 @@ def ranges(*spans: tuple[str, int, int]) -> tuple[list[CopyRange], bytes]:
 
 WHOLE = ranges(("b", 0, 1000))
 JOINED = ranges(("a", 7, PART + 7), ("a", 2 * PART, 3 * PART), ("b", 3, 999))
+EACH = pytest.mark.parametrize("what", [WHOLE, JOINED], ids=["whole", "joined"])
 
 
 def copy_to(store: S3Store, key: str, what: tuple[list[CopyRange], bytes], crc: int | None = None) -> bool:
@@ -51,28 +53,25 @@ def copy_to(store: S3Store, key: str, what: tuple[list[CopyRange], bytes], crc: 
 
 
 @pytest.mark.servers("memory", "moto", "rgw")  # not rclone, which does not copy parts
-@pytest.mark.parametrize("what", [WHOLE, JOINED], ids=["whole", "joined"])
-def test_a_copy_has_the_bytes(bucket: str, what: tuple[list[CopyRange], bytes]) -> None:
+@pytest.mark.parametrize(
+    ("what", "parts"), [(WHOLE, 0), (JOINED, 3), (ranges(("a", 0, len(A))), 3)], ids=["whole", "joined", "large"]
+)
+def test_a_copy_has_the_bytes_and_large_ones_are_made_in_parts(
+    bucket: str, server: S3Server, what: Any, parts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(multipart, "COPIED_PART_SIZE", PART)
     store = make_store(bucket)
+    if server.handle is not None:
+        server.handle.reset_counters()
     assert copy_to(store, "new", what)
     assert store.get("new").data == what[1]
+    assert server.handle is None or server.handle.counters.requests.get("UploadPartCopy", 0) == parts
 
 
-def test_large_objects_are_copied_in_parts(bucket: str, memory_server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(multipart, "COPIED_PART_SIZE", PART)
-    store, what = make_store(bucket), ranges(("a", 0, len(A)))
-    memory_server.handle.reset_counters()
-    assert copy_to(store, "new", what)
-    assert store.get("new").data == A
-    assert memory_server.handle.counters.requests["UploadPartCopy"] == 3
-
-
-@pytest.mark.parametrize("what", [WHOLE, JOINED], ids=["whole", "joined"])
+@EACH
 @pytest.mark.parametrize("change", ["deleted", "replaced", "other_size"])
 @pytest.mark.parametrize("when", ["before", "meanwhile"])
-def test_what_is_gone_is_not_copied(
-    faulty: FaultyServer, what: tuple[list[CopyRange], bytes], change: str, when: str
-) -> None:
+def test_what_is_gone_is_not_copied(faulty: FaultyServer, what: Any, change: str, when: str) -> None:
     store = make_store()
 
     def happen() -> None:
@@ -108,56 +107,77 @@ def test_faults_that_pass_do_not_harm_copies(faulty: FaultyServer, operation: st
     assert store.get("new").data == what[1]
 
 
-@pytest.mark.parametrize("operation", ["HeadObject", "CreateMultipartUpload", "UploadPartCopy"])
-@pytest.mark.parametrize("status", [403, 500, 501])
+@pytest.mark.parametrize(
+    ("operations", "fault", "is_asked_again"),
+    [
+        *(
+            ([operation], Fault.error(status, "NotImplemented"), status != 501)
+            for operation in ("HeadObject", "CreateMultipartUpload", "UploadPartCopy")
+            for status in (403, 500, 501)
+        ),
+        (["UploadPartCopy"], Fault.forge(200, b"<CopyPartResult></CopyPartResult>"), False),  # as rclone answers
+        (["UploadPartCopy", "AbortMultipartUpload"], Fault.error(403, "AccessDenied"), True),
+    ],
+)
 def test_what_s3_refuses_is_sent(
-    faulty: FaultyServer, operation: str, status: int, caplog: pytest.LogCaptureFixture
+    faulty: FaultyServer, operations: list[str], fault: Fault, is_asked_again: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     store = make_store()
-    faulty.rule = lambda request: Fault.error(status, "NotImplemented") if request.operation == operation else None
-    assert not copy_to(store, "new", JOINED)
+    faulty.rule = lambda request: fault if request.operation in operations else None
+    with Uploader(store) as uploader:
+        assert not uploader.copy("new", JOINED[0], crc64nvme(JOINED[1]))
     assert "s3://bucket/new is sent, as S3 does not copy it" in caplog.text
-    faulty.rule = lambda _: None
-    assert not faulty.s3.open_uploads(BUCKET)
-    assert multipart.can_copy(store) == (status != 501), "a store that does not copy is not asked again"
+    assert multipart.can_copy(store) == is_asked_again
+    left = ["new"] if "AbortMultipartUpload" in operations else []
+    assert faulty.s3.open_uploads(BUCKET) == left
+    assert uploader.unclean == set(left), "whoever has a journal keeps it"
 
 
-def test_a_store_that_answers_copies_of_parts_without_an_etag_is_not_asked_again(faulty: FaultyServer) -> None:
-    """As rclone does."""
-    store, empty = make_store(), Fault.forge(200, b"<CopyPartResult></CopyPartResult>")
-    faulty.rule = lambda request: empty if request.operation == "UploadPartCopy" else None
-    assert not copy_to(store, "new", JOINED)
-    assert not multipart.can_copy(store)
-    assert not faulty.s3.open_uploads(BUCKET)
-
-
-@pytest.mark.parametrize("what", [WHOLE, JOINED], ids=["whole", "joined"])
-def test_a_copy_that_is_not_what_it_should_be_is_deleted(
-    faulty: FaultyServer, what: tuple[list[CopyRange], bytes]
-) -> None:
+@EACH
+def test_a_copy_that_is_not_what_it_should_be_is_deleted(faulty: FaultyServer, what: Any) -> None:
     store = make_store()
     assert not copy_to(store, "new", what, crc=1)
     assert not store.exists("new")
     assert not faulty.s3.open_uploads(BUCKET)
 
 
+@pytest.fixture
+def untold(monkeypatch: pytest.MonkeyPatch) -> None:
+    """S3 tells no checksum."""
+    head = Bucket.head
+    monkeypatch.setattr(Bucket, "head", lambda self, key, *, checksum: head(self, key))
+
+
+@pytest.mark.usefixtures("untold")
 def test_where_s3_tells_no_checksum_the_copy_is_read(bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
     store = make_store(bucket)
-    head = Bucket.head
-
-    def without(self: Bucket, key: str, *, checksum: bool = False) -> ObjectHead:
-        return head(self, key)
 
     def is_good(key: str, size: int, crc: int) -> bool:
         return multipart.is_good(store, key, size, crc, None, threading.Semaphore(2))
 
-    monkeypatch.setattr(Bucket, "head", without)
     assert is_good("a", len(A), crc64nvme(A))
     assert is_good("b", len(B), crc64nvme(B))
     assert not is_good("a", len(A), crc64nvme(A) ^ 1)
     assert not is_good("b", len(B) + 1, crc64nvme(B))
     monkeypatch.setattr(multipart, "_BLOCK", 100_000)
     assert is_good("a", len(A), crc64nvme(A))
+
+
+@pytest.mark.usefixtures("untold")
+def test_copies_that_are_read_share_the_memory_for_it(bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, slots, now, most = make_store(bucket), threading.Semaphore(3), list[int](), list[int]()
+
+    def read(*_: Any) -> None:
+        now.append(1)
+        most.append(len(now))
+        time.sleep(0.01)
+        now.pop()
+
+    monkeypatch.setattr(multipart, "read", read)
+    with ThreadPoolExecutor(4) as threads:
+        for each in [threads.submit(multipart.is_good, store, "a", len(A), 0, None, slots) for _ in range(4)]:
+            each.result()
+    assert max(most) == 3
 
 
 @pytest.mark.parametrize("stopped", [False, True])
@@ -179,26 +199,10 @@ def test_a_batch_that_fails_or_is_stopped_leaves_no_copies(faulty: FaultyServer,
 
 
 def test_a_deadline_ends_copies(faulty: FaultyServer) -> None:
-    store = make_store(stall_timeout=0.5)
+    store = make_store(stall_timeout=0.5, retry_attempts=100)
     faulty.rule = lambda request: Fault.reset() if request.operation == "CopyObject" else None
-    store = S3Store(BUCKET, store.settings.model_copy(update={"retry_attempts": 100}))
     with pytest.raises(errors.DeadlineExceededError):
         copy_to(store, "new", WHOLE)
-
-
-def test_copies_are_encrypted_and_stored_as_what_is_sent(faulty: FaultyServer) -> None:
-    arguments = {"sse": "aws:kms", "sse_kms_key_id": "key", "storage_class": "STANDARD_IA", "requester_pays": True}
-    store = make_store(**arguments)
-    seen: dict[str, dict[str, str]] = {}
-    faulty.rule = lambda request: seen.setdefault(request.operation, dict(request.headers)) and None
-    assert copy_to(store, "one", WHOLE)
-    assert copy_to(store, "two", JOINED)
-    for operation in ("CopyObject", "CreateMultipartUpload"):
-        assert seen[operation]["x-amz-server-side-encryption"] == "aws:kms"
-        assert seen[operation]["x-amz-storage-class"] == "STANDARD_IA"
-    for operation in ("CopyObject", "UploadPartCopy"):
-        assert seen[operation]["x-amz-copy-source-if-match"]
-        assert seen[operation]["x-amz-request-payer"] == "requester"
 
 
 def test_a_bucket_of_s3_express_copies_nothing(faulty: FaultyServer) -> None:
@@ -220,32 +224,3 @@ def test_a_store_that_refuses_checksums_of_copies_still_checks_what_is_sent(faul
     assert store.get("new").data == WHOLE[1]
     assert Quirk.NO_CHECKSUMS not in store.known.quirks
     assert multipart.can_copy(store)
-
-
-def test_an_upload_of_a_copy_that_stays_open_is_known(faulty: FaultyServer) -> None:
-    store, refused = make_store(), ("UploadPartCopy", "AbortMultipartUpload")
-    faulty.rule = lambda request: Fault.error(403, "AccessDenied") if request.operation in refused else None
-    with Uploader(store) as uploader:
-        assert not uploader.copy("new", JOINED[0], crc64nvme(JOINED[1]))
-    assert uploader.unclean == {"new"}, "whoever has a journal keeps it"
-
-
-def test_copies_that_are_read_share_the_memory_for_it(bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    store, slots, lock, head = make_store(bucket), threading.Semaphore(3), threading.Lock(), Bucket.head
-    monkeypatch.setattr(Bucket, "head", lambda self, key, *, checksum: head(self, key))
-    now: list[int] = []
-    most: list[int] = []
-
-    def read(*_: Any) -> None:
-        with lock:
-            now.append(1)
-            most.append(len(now))
-        time.sleep(0.01)
-        with lock:
-            now.pop()
-
-    monkeypatch.setattr(multipart, "read", read)
-    with ThreadPoolExecutor(4) as threads:
-        for each in [threads.submit(multipart.is_good, store, "a", len(A), 0, None, slots) for _ in range(4)]:
-            each.result()
-    assert max(most) == 3

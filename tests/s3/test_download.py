@@ -54,9 +54,7 @@ class Script:
 
     def __init__(self, *faults: Fault | Callable[[], Fault | None] | None, rest: Fault | None = None) -> None:
         self.faults: tuple[Any, ...] = faults
-        self._rest = rest
-        self._lock = threading.Lock()
-        self.seen: list[Any] = []
+        self._rest, self._lock, self.seen = rest, threading.Lock(), list[Any]()
         self.arrived = [threading.Event() for _ in range(20)]
 
     def __call__(self, request: Any) -> Fault | None:
@@ -109,15 +107,11 @@ def test_a_broken_body_resumes_at_the_byte_reached(faulty: FaultyServer) -> None
     assert script.ranges == [f"bytes={n}-{len(DATA) - 1}" for n in (0, 4_000_000, 8_000_000)]
 
 
-def test_progress_is_not_counted_as_failure(faulty: FaultyServer) -> None:
-    """Ten breaks, three attempts: each attempt moved on, so the download goes on."""
+def test_attempts_run_out_only_without_progress(faulty: FaultyServer) -> None:
+    """Ten breaks, three attempts: where each attempt moved on, the download goes on."""
     target = put(retry_attempts=3)
     faulty.rule = lambda _: Fault.truncate(after_bytes=MIB)
     fetch(target)
-
-
-def test_without_progress_the_attempts_run_out(faulty: FaultyServer) -> None:
-    target = put(retry_attempts=3)
     faulty.rule = lambda _: Fault.truncate(after_bytes=0)
     with pytest.raises(errors.TransferError, match="after 3 attempts"):
         fetch(target)
@@ -141,7 +135,7 @@ def test_a_late_head_is_overtaken(faulty: FaultyServer) -> None:
     faulty.rule = script = Script(Fault.straggle(NEVER))
     fetch(bucket)
     assert set(script.ranges) == {f"bytes=0-{len(DATA) - 1}"}
-    state = state_of(bucket)
+    state = bucket.known.hedges.state
     assert (state.won, state.wasted) == (1, 0)
     assert dcp_s3.stats().hedges[bucket.known.name] == state
 
@@ -246,16 +240,14 @@ def test_cancelling_ends_both_at_once(faulty: FaultyServer) -> None:
         assert isinstance(read.exception(LONG), Cancelled)
 
 
-def _slow_to_all(bucket: S3Store, _: pytest.MonkeyPatch) -> None:
-    for _number in range(8):
-        bucket.known.hedges.completed(NEVER, 1.0, BLOCK)
-
-
 NOT_RACED: dict[str, Callable[[S3Store, pytest.MonkeyPatch], object]] = {
     "while S3 throttles": lambda bucket, _: bucket.known.gate.throttled(0.0),
     "too long": lambda _, patch: patch.setattr("dcp_s3.s3.download._MOST_BYTES", len(DATA) - 1),
     "before the delay": lambda _, patch: patch.setattr(hedge, "_MIN_DELAY", NEVER),
-    "a store that is known to be slow": _slow_to_all,
+    "beside too many others": lambda bucket, _: [bucket.known.hedges.started(400) for _number in range(100)],
+    "a store that is known to be slow": lambda bucket, _: [
+        bucket.known.hedges.completed(NEVER, 1.0, BLOCK) for _number in range(8)
+    ],
 }
 
 

@@ -5,7 +5,6 @@ What that needs of botocore is where it was.
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import http.client
 import io
@@ -16,7 +15,6 @@ import ssl
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -41,28 +39,23 @@ from tests.faulty import FaultyProxy, FaultyServer
 from tests.memory_s3 import Fault
 from tests.s3.waiting import LONG
 
-NEVER = 1000.0
 
-
-@contextlib.contextmanager
-def on_this_thread(flight: Flight) -> Iterator[None]:
-    this_thread.flight = flight
-    try:
-        yield
-    finally:
-        this_thread.flight = None
-        flight.let_go()
-
-
-def test_a_request_tells_its_socket_and_the_pool_takes_it_back(faulty: FaultyServer) -> None:
+def test_a_request_tells_its_socket_the_pool_takes_it_back_and_what_was_broken_off_never_begins(
+    faulty: FaultyServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     bucket = S3Store("bucket", Settings())
     bucket.put("k", b"abc")
     for _ in range(2):  # on a new connection, and on one of the pool
-        with on_this_thread(flight := Flight()):
-            body = bucket.client.get_object(Bucket="bucket", Key="k")["Body"]
-            assert flight._descriptor >= 0, "the socket is noted"
-            body.read()
-            assert flight._descriptor < 0, "the pool has the connection"
+        monkeypatch.setattr(this_thread, "flight", flight := Flight())
+        body = bucket.client.get_object(Bucket="bucket", Key="k")["Body"]
+        assert flight._descriptor >= 0, "the socket is noted"
+        body.read()
+        assert flight._descriptor < 0, "the pool has the connection"
+    flight.break_off()
+    faulty.s3.reset_counters()
+    with pytest.raises(botocore.exceptions.BotoCoreError):
+        bucket.client.get_object(Bucket="bucket", Key="k")
+    assert not faulty.s3.request_log
 
 
 def test_every_request_of_a_connection_has_the_timeout_for_sending(
@@ -83,38 +76,6 @@ def test_every_request_of_a_connection_has_the_timeout_for_sending(
     assert {timeout for _, timeout in found} == {70}
 
 
-def get(bucket: S3Store, flight: Flight) -> bytes:
-    with on_this_thread(flight):
-        return bytes(bucket.client.get_object(Bucket="bucket", Key="k")["Body"].read())
-
-
-@pytest.mark.parametrize("fault", [Fault.straggle(NEVER), Fault.stall(1000, NEVER)], ids=lambda fault: fault.kind)
-def test_a_request_that_waits_for_its_answer_ends(faulty: FaultyServer, fault: Fault) -> None:
-    bucket, flight = S3Store("bucket", Settings()), Flight()
-    bucket.put("k", bytes(2000))
-    arrived = threading.Event()
-
-    def rule(_: Any) -> Fault:
-        arrived.set()
-        return fault
-
-    faulty.rule = rule
-    with ThreadPoolExecutor(1) as pool:
-        read = pool.submit(get, bucket, flight)
-        assert arrived.wait(LONG)
-        flight.break_off()
-        assert read.exception(LONG) is not None
-
-
-def test_a_request_that_was_broken_off_before_never_begins(faulty: FaultyServer) -> None:
-    bucket, flight = S3Store("bucket", Settings()), Flight()
-    flight.break_off()
-    faulty.s3.reset_counters()
-    with pytest.raises(botocore.exceptions.BotoCoreError):
-        get(bucket, flight)
-    assert not faulty.s3.request_log
-
-
 def test_a_socket_that_was_let_go_is_not_touched() -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
@@ -125,8 +86,6 @@ def test_a_socket_that_was_let_go_is_not_touched() -> None:
         theirs.sendall(b"x")
         assert ours.recv(1) == b"x"
         assert not flight.let_go()
-        with pytest.raises(ConnectionAbortedError):
-            flight.note(ours)
         descriptors = len(os.listdir("/proc/self/fd"))
         for end in (Flight.let_go, Flight.break_off):
             flight = Flight()
@@ -136,29 +95,22 @@ def test_a_socket_that_was_let_go_is_not_touched() -> None:
         assert len(os.listdir("/proc/self/fd")) == descriptors, "all are given back"
 
 
-class TlsProxy(FaultyProxy):
-    """Forwards TLS connections to a server without."""
-
-    def __init__(self, endpoint_url: str, certificate: Path) -> None:
-        super().__init__(endpoint_url, seed=0, share=0.0)
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        context.load_cert_chain(certificate)
-        self._listener = context.wrap_socket(self._listener, server_side=True, suppress_ragged_eofs=True)
-        self.url = self.url.replace("http:", "https:")
-
-
 @pytest.fixture
 def tls(faulty: FaultyServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """The URL of a proxy whose certificate is trusted."""
+    """The URL of a proxy whose certificate is trusted; it forwards TLS connections to the server without."""
     authority, certificate = trustme.CA(), tmp_path / "certificate.pem"
     authority.issue_cert("127.0.0.1").private_key_and_cert_chain_pem.write_to_path(str(certificate))
     authority.cert_pem.write_to_path(str(certificate), append=True)
     monkeypatch.setenv("AWS_CA_BUNDLE", str(certificate))
-    with TlsProxy(faulty.s3.endpoint_url, certificate) as proxy:
-        yield proxy.url
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate)
+    proxy = FaultyProxy(faulty.s3.endpoint_url, seed=0, share=0.0)
+    proxy._listener = context.wrap_socket(proxy._listener, server_side=True, suppress_ragged_eofs=True)
+    with proxy:
+        yield proxy.url.replace("http:", "https:")
 
 
-@pytest.mark.parametrize("fault", [Fault.straggle(NEVER), Fault.stall(9 * 2**20, NEVER)], ids=lambda fault: fault.kind)
+@pytest.mark.parametrize("fault", [Fault.straggle(1000), Fault.stall(9 * 2**20, 1000)], ids=lambda fault: fault.kind)
 def test_over_tls_the_bytes_are_right_too(
     faulty: FaultyServer, tls: str, fault: Fault, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -204,14 +156,12 @@ def test_over_tls_what_trickles_is_no_progress_either(faulty: FaultyServer, tls:
 
 # --- bodies ------------------------------------------------------------------------------------------
 
-BUFFERS = st.lists(st.binary(max_size=40), max_size=8)
-
 
 def body_of(*buffers: bytes | bytearray) -> GatherBody:
     return GatherBody([memoryview(b) for b in buffers], sum(map(len, buffers)))
 
 
-@given(BUFFERS, st.lists(st.integers(-1, 30), max_size=12))
+@given(st.lists(st.binary(max_size=40), max_size=8), st.lists(st.integers(-1, 30), max_size=12))
 def test_reads_as_the_buffers_laid_end_to_end(buffers: list[bytes], sizes: list[int]) -> None:
     body, model = body_of(*buffers), io.BytesIO(b"".join(buffers))
     assert len(body) == len(model.getvalue())
@@ -238,48 +188,28 @@ def test_slices_grow_where_the_link_is_quick(monkeypatch: pytest.MonkeyPatch, se
     assert (sizes[0], max(sizes), sum(sizes)) == (2**16, last, 2**22)
 
 
-def test_what_is_sent_once_more_is_no_progress() -> None:
-    progress, body = Progress(600), body_of(bytes(3 * 2**20), b"end")
-
-    def send() -> None:
-        next(iter(Chunks(body)))
-        for _ in range(3):
-            assert sum(map(len, Chunks(body))) == len(body)
-
-    Attempts(limit=Limit(progress=progress)).run(send, KnownBucket("test"))
-    assert "3.0 MiB had moved before" in str(progress.error("UploadPart", "3 attempts"))
-
-
-class _Socket:
+class _Socket(io.RawIOBase):
     """Gives at most so many bytes at a time, in turn."""
 
     def __init__(self, data: bytes, sizes: list[int]) -> None:
-        self._data = data
-        self._sizes = sizes
-        self.calls = 0
-
-    def recv_into(self, view: memoryview) -> int:
-        size = self._sizes[self.calls % len(self._sizes)]
-        self.calls += 1
-        piece, self._data = self._data[: min(size, len(view))], self._data[min(size, len(view)) :]
-        view[: len(piece)] = piece
-        return len(piece)
-
-
-class _Raw(io.RawIOBase):
-    def __init__(self, sock: _Socket) -> None:
-        self._sock = sock
+        self._data, self._sizes, self.calls = data, sizes, 0
 
     def readable(self) -> bool:
         return True
 
-    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
-        return self._sock.recv_into(memoryview(buffer))
+    def recv_into(self, view: memoryview) -> int:
+        count = min(self._sizes[self.calls % len(self._sizes)], len(view))
+        self.calls += 1
+        piece, self._data = self._data[:count], self._data[count:]
+        view[: len(piece)] = piece
+        return len(piece)
+
+    readinto = recv_into  # type: ignore[assignment]
 
 
 def _body(sock: _Socket, head: int) -> BodyReader:
     """A body after the ``head`` bytes that http.client has read."""
-    buffered = io.BufferedReader(_Raw(sock))
+    buffered = io.BufferedReader(sock)
     assert len(buffered.read(head)) == head
     return BodyReader(buffered, sock)
 
@@ -313,84 +243,84 @@ def test_large_views_are_filled_without_a_copy_and_small_ones_with_few_calls() -
     assert sock.calls == calls + 2
 
 
-def test_a_thread_that_is_woken_for_many_bytes_is_woken_for_the_last_ones() -> None:
+@pytest.fixture
+def near_and_far() -> Iterator[tuple[socket.socket, socket.socket]]:
+    """The ends of a connection."""
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        socket.create_connection(listener.getsockname()) as near,
+        listener.accept()[0] as far,
+    ):
+        yield near, far
+
+
+def test_a_thread_that_is_woken_for_many_bytes_is_woken_for_the_last_ones(
+    near_and_far: tuple[socket.socket, socket.socket],
+) -> None:
     """And for the head of the next answer on that connection."""
-    data = bytes(range(256)) * 2**14
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        sock = socket.create_connection(listener.getsockname())
-        far = listener.accept()[0]
+    data, (near, far) = bytes(range(256)) * 2**14, near_and_far
 
     def serve() -> None:
-        with far:
-            for piece in (data, data[:-100_000], data[-100_000:-70_000], data[-70_000:]):
-                far.sendall(piece)
-                time.sleep(0.05)
-            far.recv(1)
-            far.sendall(b"next")
+        for piece in (data, data[:-100_000], data[-100_000:-70_000], data[-70_000:]):
+            far.sendall(piece)
+            time.sleep(0.05)
+        far.recv(1)
+        far.sendall(b"next")
 
     server = threading.Thread(target=serve)
     server.start()
-    with sock:
-        sock.settimeout(10)
-        body = BodyReader(io.BufferedReader(socket.SocketIO(sock, "r")), sock)
-        for _ in range(2):
-            view, done = memoryview(bytearray(len(data))), 0
-            while done < len(data):
-                done += body.readinto(view[done:])
-            assert view == data
-        body.close()
-        assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT) == 1
-        sock.sendall(b".")
-        assert sock.recv(4) == b"next"
+    near.settimeout(10)
+    body = BodyReader(near.makefile("rb"), near)
+    for _ in range(2):
+        view, done = memoryview(bytearray(len(data))), 0
+        while done < len(data):
+            done += body.readinto(view[done:])
+        assert view == data
+    body.close()
+    assert near.getsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT) == 1
+    near.sendall(b".")
+    assert near.recv(4) == b"next"
     server.join()
 
 
-def test_a_body_that_trickles_without_a_pause_ends() -> None:
-    near, far = socket.socketpair()
-    over = threading.Event()
+def test_bytes_that_trickle_after_a_burst_arrive(near_and_far: tuple[socket.socket, socket.socket]) -> None:
+    """Fewer than are waited for, but a connection on which some come is not broken."""
+    near, far = near_and_far
+    threading.Thread(target=far.sendall, args=(bytes(2**24 + 2000),), daemon=True).start()
+    body, view = BodyReader(near.makefile("rb"), near), memoryview(bytearray(2**25))
+
+    def receive() -> None:
+        near.settimeout(0.5)
+        done = 0
+        while done < 2**24:
+            done += body.readinto(view[done : min(done + 2**23, 2**24)])
+        assert body._step > 2000, "it was fast"
+        assert body.readinto(view[done : done + 2**23]) == 2000
+        assert near.gettimeout() == 0.5
+        with pytest.raises(TimeoutError):
+            body.readinto(view)
+
+    Attempts(hang=0.5).run(receive, KnownBucket("test"))
+
+
+def test_a_body_that_trickles_without_a_pause_ends(near_and_far: tuple[socket.socket, socket.socket]) -> None:
+    (near, far), over = near_and_far, threading.Event()
 
     def trickle() -> None:
         while not over.wait(0.01):
             far.sendall(b"x")
 
+    def receive() -> None:
+        body = BodyReader(near.makefile("rb"), near)
+        for _ in range(100):
+            assert body.readinto(bytearray(2**20))
+
+    near.settimeout(LONG)
     sender = threading.Thread(target=trickle)
     sender.start()
-    with near, far:
-        body, view = BodyReader(near.makefile("rb"), near), memoryview(bytearray(2**20))
-
-        def receive() -> None:
-            for _ in range(100):
-                assert body.readinto(view)
-
-        near.settimeout(LONG)
-        try:
-            with pytest.raises(errors.DeadlineExceededError):
-                Attempts(limit=Limit(progress=Progress(1.0))).run(receive, KnownBucket("test"))
-        finally:
-            over.set()
-            sender.join()
-
-
-def test_bytes_that_trickle_after_a_burst_arrive() -> None:
-    """Fewer than are waited for, but a connection on which some come is not broken."""
-    with (
-        socket.create_server(("127.0.0.1", 0)) as server,
-        socket.create_connection(server.getsockname()) as sock,
-        server.accept()[0] as sender,
-    ):
-        threading.Thread(target=sender.sendall, args=(bytes(2**24 + 2000),), daemon=True).start()
-        body = BodyReader(sock.makefile("rb"), sock)
-        view, done = memoryview(bytearray(2**25)), 0
-
-        def receive() -> None:
-            nonlocal done
-            sock.settimeout(0.5)
-            while done < 2**24:
-                done += body.readinto(view[done : min(done + 2**23, 2**24)])
-            assert body._step > 2000, "it was fast"
-            assert body.readinto(view[done : done + 2**23]) == 2000
-            assert sock.gettimeout() == 0.5
-            with pytest.raises(TimeoutError):
-                body.readinto(view)
-
-        Attempts(hang=0.5).run(receive, KnownBucket("test"))
+    try:
+        with pytest.raises(errors.DeadlineExceededError):
+            Attempts(limit=Limit(progress=Progress(1.0))).run(receive, KnownBucket("test"))
+    finally:
+        over.set()
+        sender.join()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import multiprocessing
 import os
 import random
 import threading
@@ -22,7 +21,7 @@ from hypothesis import strategies as st
 
 import dcp_s3
 from dcp_s3 import S3StorageReader, S3StorageWriter, errors
-from dcp_s3.limit import UNLIMITED, Cancelled, Limit, Progress
+from dcp_s3.limit import Cancelled, Limit, Progress
 from dcp_s3.memory import Piece
 from dcp_s3.s3 import pressure, retry
 from dcp_s3.s3.multipart import GETS_PER_SECOND, PUTS_PER_SECOND, plan_part_size
@@ -102,10 +101,22 @@ def slow_down(status: int = 503, code: str = "SlowDown") -> boto.ClientError:
     return boto.ClientError({"Error": {"Code": code}, "ResponseMetadata": {"HTTPStatusCode": status}}, "UploadPart")
 
 
-def call(request: Callable[[], Any], gate: Gate, *, data: bool = True, limit: Limit = UNLIMITED) -> Any:
+def call(request: Callable[[], Any], gate: Gate, *, data: bool = True, **limit: Any) -> Any:
     known = KnownBucket("test")
     known.gate = gate
-    return retry.Attempts("UploadPart", "b", "k", most=5, limit=limit).run(request, known, data=data)
+    return retry.Attempts("UploadPart", "b", "k", most=5, limit=Limit(**limit)).run(request, known, data=data)
+
+
+def failing(*failures: Exception) -> Callable[[], str]:
+    """Fails once with each."""
+    left = list(failures)
+
+    def request() -> str:
+        if left:
+            raise left.pop(0)
+        return "done"
+
+    return request
 
 
 @pytest.mark.parametrize(
@@ -121,19 +132,12 @@ def call(request: Callable[[], Any], gate: Gate, *, data: bool = True, limit: Li
     ids=repr,
 )
 @pytest.mark.parametrize("data", [True, False])
-def test_what_counts_as_throttling(error: Exception, counts: int, data: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(retry, "backoff", lambda _: 0.0)
-    gate, failures = Gate("test"), [error]
-    assert call(lambda: _fail_once(failures), gate, data=data) == "done"
+def test_what_counts_as_throttling(error: Exception, counts: int, data: bool) -> None:
+    gate = Gate("test")
+    assert call(failing(error), gate, data=data) == "done"
     state = gate.state
     assert (state.throttled, state.decreases, state.in_flight) == (counts, counts, 0)
     assert state.limit == (2 if counts else None)
-
-
-def _fail_once(failures: list[Exception]) -> str:
-    if failures:
-        raise failures.pop()
-    return "done"
 
 
 def test_a_throttled_request_has_no_place_while_it_waits_and_small_ones_need_none() -> None:
@@ -145,12 +149,11 @@ def test_a_throttled_request_has_no_place_while_it_waits_and_small_ones_need_non
             assert go_on.wait(LONG)
             return False
 
-    failures: list[Exception] = [slow_down()]
     with ThreadPoolExecutor(1) as pool:
-        throttled = pool.submit(call, lambda: _fail_once(failures), gate, limit=Limit(cancel=Waits()))
+        throttled = pool.submit(call, failing(slow_down()), gate, cancel=Waits())
         assert waiting.wait(LONG)
         assert gate.enter()
-        assert call(lambda: "small", gate, data=False) == "small"
+        assert call(failing(), gate, data=False) == "done"
         gate.leave(0, succeeded=False)
         go_on.set()
         assert throttled.result(LONG) == "done"
@@ -160,25 +163,25 @@ def test_only_what_succeeds_opens_the_gate() -> None:
     gate = closed_gate()
     for error in (KeyError("x"), ConnectionResetError()):
         with pytest.raises((KeyError, errors.TransferError)):
-            call(lambda error=error: _fail_once([error]), gate, limit=Limit(patience=0.0))
+            call(failing(error), gate, patience=0.0)
         assert gate.state.limit == 1
-    call(lambda: "done", gate)
+    call(failing(), gate)
     assert gate.state.limit == 2
 
 
 def test_waiting_at_the_gate_uses_up_the_patience_and_ends_when_it_is_cancelled() -> None:
     gate, cancel = closed_gate(taken=True), threading.Event()
     with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(call, lambda: "never", gate, limit=Limit(cancel=cancel))
+        waiting = pool.submit(call, lambda: "never", gate, cancel=cancel)
         time.sleep(0.05)
         assert not waiting.done()
         cancel.set()
         assert isinstance(waiting.exception(LONG), Cancelled)
     with pytest.raises(errors.TransferError, match="S3 throttles") as failure:
-        call(lambda: pytest.fail("not its turn"), gate, limit=Limit(patience=0.05))
+        call(lambda: pytest.fail("not its turn"), gate, patience=0.05)
     assert failure.value.key == "k"
     with pytest.raises(errors.DeadlineExceededError, match="next to nothing moved"):
-        call(lambda: pytest.fail("not its turn"), gate, limit=Limit(progress=Progress(0.2)))
+        call(lambda: pytest.fail("not its turn"), gate, progress=Progress(0.2))
     assert gate.state.in_flight == 1
 
 
@@ -207,27 +210,6 @@ def test_a_save_and_a_load_go_on_with_as_many_requests_as_s3_takes(faulty: Fault
     assert gate.throttled == refused[0] > 0
     assert 1 <= gate.decreases <= gate.throttled
     assert gate.in_flight == 0
-
-
-def _in_child(sender: Any) -> None:
-    gate = S3Store("x", Settings()).known.gate
-    sender.send((gate.state.limit, gate.state.in_flight))
-
-
-def test_a_forked_child_has_a_limit_of_its_own() -> None:
-    gate = S3Store("x", Settings()).known.gate
-    assert gate.enter()
-    gate.throttled(time.monotonic())
-    context = multiprocessing.get_context("fork")
-    receiver, sender = context.Pipe(duplex=False)
-    child = context.Process(target=_in_child, args=(sender,))
-    with gate._changed:  # as if another thread held it
-        child.start()
-    assert receiver.poll(LONG)
-    assert receiver.recv() == (None, 0)
-    child.join(LONG)
-    assert child.exitcode == 0
-    assert (gate.state.limit, gate.state.in_flight) == (2, 1)
 
 
 # --- connections, on a clock of its own -------------------------------------------------------------------
@@ -352,30 +334,21 @@ def test_a_store_that_answers_late_is_far(faulty: FaultyServer, delay: float, mo
     assert upload["connections"] == store.read_width() == (32 if delay else 4)
 
 
-class Crowd:
-    """Holds requests of one operation back until ``count`` are there together; only the first one passes at once."""
+def gather(faulty: FaultyServer, operation: str, count: int) -> threading.Event:
+    """Hold requests of one operation back until ``count`` are there together; only the first one passes at once."""
+    met, seen = threading.Event(), list[Any]()
 
-    def __init__(self, faulty: FaultyServer, operation: str, count: int) -> None:
-        self._operation, self._count = operation, count
-        self._changed = threading.Condition()
-        self._there = self.most = self._seen = 0
-        self.met = False
-        faulty.rule = self._rule
+    def rule(request: Any) -> None:
+        if request.operation == operation and not request.key.endswith("metadata"):
+            seen.append(request)
+            if faulty.s3.in_flight >= count:
+                met.set()
+            if len(seen) > 1:
+                met.wait(LONG)
 
-    def _rule(self, request: Any) -> Fault | None:
-        if request.operation != self._operation or request.key.endswith("metadata"):
-            return None
-        with self._changed:
-            self._seen += 1
-            if self._seen == 1:
-                return None
-            self._there += 1
-            self.most = max(self.most, self._there)
-            self.met = self.met or self._there >= self._count
-            self._changed.notify_all()
-            self._changed.wait_for(lambda: self.met, LONG)
-            self._there -= 1
-        return None
+    faulty.s3.reset_counters()
+    faulty.rule = rule
+    return met
 
 
 def large_state(value: float) -> dict[str, Any]:
@@ -400,13 +373,13 @@ def widened(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("ceiling", ["auto", 3])
 def test_a_save_and_a_load_use_more_connections_as_they_run(faulty: FaultyServer, ceiling: Any) -> None:
     settings, expected = {"part_size": "5MiB", "concurrency": ceiling}, 5 if ceiling == "auto" else 3
-    crowd = Crowd(faulty, "UploadPart", expected)
+    met = gather(faulty, "UploadPart", expected)
     dcp.save(large_state(1.0), storage_writer=S3StorageWriter(URL, max_objects=1, settings=settings))
-    assert (crowd.met, crowd.most) == (True, expected)
-    crowd = Crowd(faulty, "GetObject", expected)
+    assert (met.is_set(), faulty.s3.counters.peak_in_flight) == (True, expected)
+    met = gather(faulty, "GetObject", expected)
     found = large_state(0.0)
     dcp.load(found, storage_reader=S3StorageReader(URL, settings=settings))
-    assert (crowd.met, crowd.most) == (True, expected)
+    assert (met.is_set(), faulty.s3.counters.peak_in_flight) == (True, expected)
     assert all(torch.equal(found[name], value) for name, value in large_state(1.0).items())
     told, name = dcp_s3.stats().connections, S3Store(BUCKET, Settings()).known.name
     assert [told[f"{name} {each}"]["connections"] for each in ("upload", "download")] == [expected] * 2

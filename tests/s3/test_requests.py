@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import collections
 import multiprocessing
 import os
 import pickle
+import random
 import socket
 import threading
 import time
@@ -19,7 +21,8 @@ from dcp_s3.limit import Cancelled, Limit
 from dcp_s3.memory import Piece
 from dcp_s3.offline.copy import copy
 from dcp_s3.retention.prune import prune
-from dcp_s3.s3.bucket import AT_ONCE, creation_arguments, map_in_threads
+from dcp_s3.s3 import multipart
+from dcp_s3.s3.bucket import AT_ONCE, map_in_threads
 from dcp_s3.s3.client import get_client
 from dcp_s3.s3.pressure import Pace
 from dcp_s3.s3.store import S3Store
@@ -44,36 +47,22 @@ def test_a_missing_bucket_has_its_own_error(bucket: str) -> None:
             action()
 
 
-def test_encryption_class_and_owner_go_with_the_requests(faulty: FaultyServer) -> None:
-    seen: dict[str, dict[str, str]] = {}
-
-    def rule(request: Any) -> None:
-        seen[request.operation] = dict(request.headers)
-
-    faulty.rule = rule
-    settings = Settings(
-        sse="aws:kms", sse_kms_key_id="key-1", storage_class="STANDARD_IA", expected_bucket_owner="123456789012"
-    )
-    target = S3Store("bucket", settings)
-    target.put("k", b"x")
-    target.exists("k")
-    assert seen["PutObject"]["x-amz-server-side-encryption"] == "aws:kms"
-    assert seen["PutObject"]["x-amz-server-side-encryption-aws-kms-key-id"] == "key-1"
-    assert "x-amz-storage-class" not in seen["PutObject"], "only data objects"
-    assert creation_arguments(settings, data=True)["StorageClass"] == "STANDARD_IA"
-    assert {headers["x-amz-expected-bucket-owner"] for headers in seen.values()} == {"123456789012"}
-
-
-def test_who_requests_pays_for_all_that_has_a_price(faulty: FaultyServer) -> None:
-    """A bucket with requester pays refuses what lacks the header."""
-    seen: set[str] = set()
+def test_encryption_class_owner_and_payer_go_with_all_requests_that_need_them(
+    faulty: FaultyServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A bucket with requester pays refuses what lacks the header, whatever has a price."""
+    seen: dict[str, list[Any]] = collections.defaultdict(list)
 
     def rule(request: Any) -> Fault | None:
-        seen.add(request.operation)
+        seen[request.operation].append(request)
         return None if request.headers.get("x-amz-request-payer") == "requester" else Fault.error(403, "AccessDenied")
 
     faulty.rule = rule
-    settings = {"requester_pays": True, "part_size": "5MiB"}
+    settings = {
+        "part_size": "5MiB", "sse": "aws:kms", "sse_kms_key_id": "key-1", "storage_class": "STANDARD_IA",
+        "expected_bucket_owner": "123456789012", "requester_pays": True,
+    }  # fmt: skip
+    monkeypatch.setattr(multipart, "COPIED_PART_SIZE", 5 * MIB)
     for step in (1, 2):
         state = {"large": torch.randn(MIB * 3 // 2), "small": torch.randn(100)}
         with separate_objects("small"):
@@ -86,11 +75,22 @@ def test_who_requests_pays_for_all_that_has_a_price(faulty: FaultyServer) -> Non
         store.put_stream("run/broken", 12 * MIB, (Piece.of(bytes(6 * MIB)) if i < 2 else 1 // 0 for i in range(3)))
     store.head("copy/.metadata")
     store.delete(["copy/.metadata"])
-    assert seen >= {
-        "GetObject", "HeadObject", "PutObject", "CopyObject", "CreateMultipartUpload", "UploadPart",
+    assert seen.keys() >= {
+        "GetObject", "HeadObject", "PutObject", "CopyObject", "CreateMultipartUpload", "UploadPart", "UploadPartCopy",
         "CompleteMultipartUpload", "AbortMultipartUpload", "ListObjectsV2", "ListMultipartUploads",
         "DeleteObject", "DeleteObjects",
     }  # fmt: skip
+    for operation, requests in seen.items():
+        for key, headers in ((each.key, each.headers) for each in requests):
+            assert headers["x-amz-expected-bucket-owner"] == "123456789012"
+            if operation in ("PutObject", "CopyObject", "CreateMultipartUpload"):
+                assert headers["x-amz-server-side-encryption"] == "aws:kms"
+                assert headers["x-amz-server-side-encryption-aws-kms-key-id"] == "key-1"
+                is_data = operation != "PutObject" or key.endswith(".distcp")
+                assert headers.get("x-amz-storage-class") == ("STANDARD_IA" if is_data else None)
+            if operation in ("CopyObject", "UploadPartCopy"):
+                assert headers["x-amz-copy-source-if-match"]
+                assert headers["x-amz-source-expected-bucket-owner"] == "123456789012"
 
 
 EXPRESS = "training--use1-az4--x-s3"
@@ -149,21 +149,18 @@ OTHER: list[dict[str, Any]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("settings", SAME + OTHER, ids=lambda settings: next(iter(settings)))
 def test_only_what_connections_depend_on_makes_another_client(
-    memory_server: S3Server, s3_env: S3Server, settings: dict[str, Any]
-) -> None:
-    assert (get_client(Settings(**settings)) is get_client(Settings())) == (settings in SAME)
-
-
-def test_an_endpoint_of_the_environment_makes_another_client(
     memory_server: S3Server, s3_env: S3Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before = get_client(Settings(region="us-east-1"))
-    assert get_client(Settings(region="eu-north-1")) is not before
-    monkeypatch.delenv("DCP_S3_ENDPOINT_URL", raising=False)
-    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://127.0.0.1:9")
-    assert get_client(Settings(region="us-east-1")) is not before
+    usual = get_client(Settings())
+    assert [settings for settings in SAME if get_client(Settings(**settings)) is not usual] == []
+    assert [settings for settings in OTHER if get_client(Settings(**settings)) is usual] == []
+    monkeypatch.delenv("DCP_S3_ENDPOINT_URL")
+    found = []
+    for url in ("http://127.0.0.1:8", "http://127.0.0.1:9"):
+        monkeypatch.setenv("AWS_ENDPOINT_URL_S3", url)
+        found.append(get_client(Settings(region="us-east-1")))
+    assert len({usual, *found}) == 3
 
 
 def test_a_request_hangs_as_long_as_its_own_settings_say(memory_server: S3Server, s3_env: S3Server) -> None:
@@ -179,27 +176,31 @@ def test_a_request_hangs_as_long_as_its_own_settings_say(memory_server: S3Server
 
 def _in_child(settings: Settings, bucket: str, connection: Any) -> None:
     target = S3Store(bucket, settings)
-    connection.send((id(get_client(settings)), target.get("k").data))
+    connection.send((target.known.gate.state.limit, target.known.gate.state.in_flight, target.get("k").data))
     os._exit(0)
 
 
 @pytest.mark.quick("fork")
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 @pytest.mark.filterwarnings("ignore:This process.*is multi-threaded:DeprecationWarning")
-def test_a_child_process_makes_its_own_client(memory_server: Any, bucket: str, method: str) -> None:
+def test_a_child_process_has_a_client_and_a_limit_of_its_own(memory_server: Any, bucket: str, method: str) -> None:
     settings = Settings()
     target = S3Store(bucket, settings)
     target.put("k", b"from parent")
     assert pickle.loads(pickle.dumps(target)) == target
+    gate = target.known.gate
+    assert gate.enter()
+    gate.throttled(time.monotonic())
     context = multiprocessing.get_context(method)
     ours, theirs = context.Pipe()
     child = context.Process(target=_in_child, args=(settings, bucket, theirs))  # type: ignore[attr-defined]
-    child.start()
+    with gate._changed:  # as if another thread held it
+        child.start()
     assert ours.poll(60), "the child hangs"
-    _, data = ours.recv()
+    assert ours.recv() == (None, 0, b"from parent")
     child.join()
-    assert data == b"from parent"
-    assert target.get("k").data == b"from parent", "the parent's connections are whole"
+    gate.leave(0, succeeded=False)
+    assert (gate.state.limit, target.get("k").data) == (2, b"from parent"), "the parent's connections are whole"
 
 
 def test_credentials_are_read_anew_after_they_were_refused(
@@ -264,26 +265,28 @@ def test_a_single_item_needs_no_thread_and_none_is_begun_after_it_was_cancelled(
 
 
 @pytest.mark.parametrize(
-    "told",
+    ("size", "told"),
     [
-        ["HTTP/1.1 100 Continue\r\n\r\n"],
-        ["HTTP/1.1 100 ", "Continue\r\nVia: proxy\r\n\r\n"],
-        list("HTTP/1.0 100\r\n\r\n"),
+        (2**21, ["HTTP/1.1 100 Continue\r\n\r\n"]),
+        (2**16, ["HTTP/1.1 100 ", "Continue\r\nVia: proxy\r\n\r\n"]),
+        (2**16, list("HTTP/1.0 100\r\n\r\n")),
+        (2**16 - 1, []),
+        (0, []),
     ],
 )
-def test_a_body_is_sent_when_the_server_wants_it(told: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """However it says so, and in however many pieces."""
+def test_a_body_is_sent_when_the_server_wants_it(size: int, told: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """However it says so, and in however many pieces; a small one at once, without being asked for."""
     received = []
 
     def serve(listener: socket.socket) -> None:
         sock, _ = listener.accept()
         with sock, sock.makefile("rb") as file:
             head = list(iter(file.readline, b"\r\n"))
-            assert b"Expect: 100-continue\r\n" in head
+            assert (b"Expect: 100-continue\r\n" in head) is bool(told)
             for piece in told:
                 sock.sendall(piece.encode())
                 time.sleep(0.01)
-            received.append(file.read(2**21))
+            received.append(file.read(size))
             sock.sendall(b'HTTP/1.1 200 OK\r\nETag: "e"\r\nContent-Length: 0\r\n\r\n')
 
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "a")
@@ -292,6 +295,6 @@ def test_a_body_is_sent_when_the_server_wants_it(told: list[str], monkeypatch: p
         server = threading.Thread(target=serve, args=(listener,))
         server.start()
         settings = resolve_settings({"endpoint_url": f"http://127.0.0.1:{listener.getsockname()[1]}", "region": "r"})
-        S3Store("bucket", settings).put("key", data := bytes(range(256)) * 2**13)
+        S3Store("bucket", settings).put("key", data := random.Random(size).randbytes(size))
         server.join()
     assert received == [data]

@@ -14,9 +14,9 @@ import torch.distributed.checkpoint as dcp
 import urllib3.exceptions
 from torch.distributed.checkpoint.api import CheckpointException
 
-from dcp_s3 import S3StorageReader, S3StorageWriter, errors
+from dcp_s3 import S3StorageWriter, errors
 from dcp_s3.limit import STALL_SETTING, Cancelled, Deadline, Limit, Progress
-from dcp_s3.offline.copy import copy
+from dcp_s3.memory import Piece
 from dcp_s3.retention.prune import prune
 from dcp_s3.s3 import diagnosis, retry
 from dcp_s3.s3.body import Chunks, GatherBody
@@ -25,7 +25,6 @@ from dcp_s3.s3.store import S3Store
 from dcp_s3.settings import Settings
 from tests.faulty import BUCKET, FaultyServer
 from tests.memory_s3 import Fault
-from tests.objects import separate_objects
 
 
 def client_error(code: str, status: int) -> boto.ClientError:
@@ -46,8 +45,8 @@ def failing(times: int, error: Exception) -> tuple[Callable[[], str], list[int]]
     return request, calls
 
 
-def call(request: Callable[[], str], *, operation: str, bucket: str, key: str = "", attempts: int, **limit: Any) -> str:
-    return retry.Attempts(operation, bucket, key, most=attempts, limit=Limit(**limit)).run(request, KnownBucket("test"))
+def call(request: Any, *, operation: str = "GetObject", key: str = "", attempts: int = 5, **limit: Any) -> str:
+    return retry.Attempts(operation, "b", key, most=attempts, limit=Limit(**limit)).run(request, KnownBucket("test"))
 
 
 PASSING = [
@@ -66,16 +65,13 @@ PASSING = [
 
 
 @pytest.mark.parametrize("error", PASSING, ids=repr)
-def test_what_passes_is_tried_again_and_the_last_error_says_what_failed(
-    error: Exception, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(retry, "backoff", lambda _: 0.0)
+def test_what_passes_is_tried_again_and_the_last_error_says_what_failed(error: Exception) -> None:
     request, calls = failing(2, error)
-    assert call(request, operation="PutObject", bucket="b", key="k", attempts=3) == "done"
+    assert call(request, operation="PutObject", key="k", attempts=3) == "done"
     assert len(calls) == 3
     request, calls = failing(99, error)
     with pytest.raises(errors.TransferError, match="UploadPart on s3://b/some/key failed after 4 attempts") as failure:
-        call(request, operation="UploadPart", bucket="b", key="some/key", attempts=4)
+        call(request, operation="UploadPart", key="some/key", attempts=4)
     assert len(calls) == 4
     raised = failure.value
     assert (raised.bucket, raised.key, raised.operation, raised.attempts) == ("b", "some/key", "UploadPart", 4)
@@ -88,7 +84,6 @@ def test_what_passes_is_tried_again_and_the_last_error_says_what_failed(
         (client_error("NoSuchBucket", 404), errors.BucketNotFoundError),
         (client_error("NoSuchKey", 404), errors.ObjectNotFoundError),
         (client_error("404", 404), errors.ObjectNotFoundError),
-        (client_error("AccessDenied", 403), errors.AccessDeniedError),
         (client_error("InvalidAccessKeyId", 403), errors.CredentialsError),
         (client_error("SignatureDoesNotMatch", 403), errors.CredentialsError),
         (client_error("ExpiredToken", 400), errors.CredentialsError),
@@ -103,9 +98,25 @@ def test_what_passes_is_tried_again_and_the_last_error_says_what_failed(
 def test_what_does_not_pass_fails_at_once_by_its_own_name(error: Exception, expected: type[Exception]) -> None:
     request, calls = failing(99, error)
     with pytest.raises(expected, match="Remedy") as failure:
-        call(request, operation="GetObject", bucket="b", key="k", attempts=5)
+        call(request, key="k")
     assert type(failure.value) is expected
     assert len(calls) == 1
+
+
+@pytest.mark.parametrize(
+    ("code", "operation", "expected", "remedy"),
+    [
+        ("AccessDenied", "GetObject", errors.AccessDeniedError, "need s3:GetObject and s3:ListBucket here"),
+        ("AccessDenied", "UploadPart", errors.AccessDeniedError, "the credentials need s3:PutObject here"),
+        ("AccessDenied", "HeadObject", errors.AccessDeniedError, "DCP_S3_EXPECTED_BUCKET_OWNER"),
+        ("SlowDown", "PutObject", errors.TransferError, "DCP_S3_PART_SIZE"),
+        ("ServiceUnavailable", "PutObject", errors.TransferError, "the endpoint"),
+    ],
+)
+def test_an_error_names_its_remedy(code: str, operation: str, expected: type[Exception], remedy: str) -> None:
+    request, _ = failing(99, client_error(code, 403 if code == "AccessDenied" else 503))
+    with pytest.raises(expected, match=f"Remedy: .*{remedy}"):
+        call(request, operation=operation, key="k", attempts=1)
 
 
 def test_cancelling_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,7 +125,7 @@ def test_cancelling_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     threading.Timer(0.05, cancel.set).start()
     request, calls = failing(99, client_error("SlowDown", 503))
     with pytest.raises(Cancelled):
-        call(request, operation="GetObject", bucket="b", attempts=5, cancel=cancel)
+        call(request, cancel=cancel)
     assert len(calls) == 1
 
 
@@ -129,7 +140,7 @@ def test_what_fails_when_it_is_cancelled_is_not_the_cause(error: Exception) -> N
 
     expected = type(error) if isinstance(error, KeyError) else Cancelled
     with pytest.raises(expected):
-        call(request, operation="UploadPart", bucket="b", attempts=1, cancel=cancel)
+        call(request, operation="UploadPart", attempts=1, cancel=cancel)
 
 
 def test_a_wait_that_would_outlast_the_deadline_is_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,7 +148,7 @@ def test_a_wait_that_would_outlast_the_deadline_is_not_begun(monkeypatch: pytest
     error, deadline = client_error("SlowDown", 503), Deadline("DCP_S3_SAVE_TIMEOUT", 60.0, time.monotonic() + 60.0)
     request, calls = failing(99, error)
     with pytest.raises(errors.DeadlineExceededError, match="1 attempts, the last: SlowDown: no") as failure:
-        call(request, operation="GetObject", bucket="b", attempts=5, deadline=deadline)
+        call(request, deadline=deadline)
     assert failure.value.__cause__ is error
     assert len(calls) == 1
 
@@ -149,32 +160,21 @@ def test_the_wait_doubles_up_to_a_cap(monkeypatch: pytest.MonkeyPatch, attempt: 
     assert retry.backoff(attempt, rng=lambda: 0.0) == 0.0
 
 
-@pytest.mark.parametrize(
-    ("code", "operation", "remedy"),
-    [
-        ("AccessDenied", "GetObject", "the credentials need s3:GetObject and s3:ListBucket here"),
-        ("AccessDenied", "UploadPart", "the credentials need s3:PutObject here"),
-        ("AccessDenied", "HeadObject", "DCP_S3_EXPECTED_BUCKET_OWNER"),
-        ("SlowDown", "PutObject", "DCP_S3_PART_SIZE"),
-        ("ServiceUnavailable", "PutObject", "the endpoint"),
-    ],
-)
-def test_an_error_names_its_remedy(code: str, operation: str, remedy: str) -> None:
-    failure = client_error(code, 403 if code == "AccessDenied" else 503)
-    error = diagnosis.to_storage_error(failure, operation, "b", "k", 8)
-    assert remedy in str(error).partition("Remedy: ")[2]
-
-
 def test_a_retry_is_said_once_for_each_cause(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(diagnosis, "_told", {})
+    monkeypatch.setattr(diagnosis, "time", clock := Clock())
     caplog.set_level("INFO")
-    clock = Clock()
-    monkeypatch.setattr(diagnosis, "time", clock)
-    for now, error in ((0, "SlowDown"), (1, "SlowDown"), (2, "InternalError"), (299, "SlowDown"), (301, "SlowDown"),
-                       (302, "SlowDown")):  # fmt: skip
-        clock.now = float(now)
-        diagnosis.tell_retry(client_error(error, 503), "b", made=now, attempts=999, wait=0.0)
-    assert [int(each.partition("attempt ")[2].split()[0]) - 1 for each in caplog.messages] == [0, 2, 301]
+    left = [(0, "SlowDown"), (1, "SlowDown"), (2, "InternalError"), (299, "SlowDown"), (301, "SlowDown"),
+            (302, "SlowDown")]  # fmt: skip
+
+    def request() -> str:
+        if left:
+            clock.now, code = left.pop(0)
+            raise client_error(code, 503)
+        return "done"
+
+    assert call(request, attempts=9) == "done"
+    assert [each.partition("attempt ")[2][:1] for each in caplog.messages if "attempt " in each] == ["2", "4", "6"]
 
 
 # --- DCP_S3_STALL_TIMEOUT: whatever S3 does instead of moving bytes ----------------------------------
@@ -188,40 +188,20 @@ MIB = 2**20
 SETTINGS = {"stall_timeout": STALL, "retry_attempts": 100, "part_size": "5MiB"}
 
 
-def state() -> dict[str, torch.Tensor]:
-    return {"large": torch.randn(MIB * 3 // 2), "small": torch.randn(100)}
-
-
-def save(step: int = 1, **settings: Any) -> None:
-    with separate_objects("large", "small"):
-        dcp.save(state(), storage_writer=S3StorageWriter(f"{ROOT}/step-{step}", settings=settings))
-
-
-def save_async() -> None:
-    future: Any = dcp.async_save(state(), storage_writer=S3StorageWriter(f"{ROOT}/step-9", settings=SETTINGS))
+def save_async(_: S3Store) -> None:
+    state, writer = {"x": torch.randn(MIB * 3 // 2)}, S3StorageWriter(f"{ROOT}/step-3", settings=SETTINGS)
+    future: Any = dcp.async_save(state, storage_writer=writer)
     future.result(LONG)
 
 
-def load() -> None:
-    dcp.load(state(), storage_reader=S3StorageReader(f"{ROOT}/step-1", settings=SETTINGS))
-
-
-_WRITES = ("PutObject", "UploadPart", "CreateMultipartUpload")
-WORK: dict[str, tuple[Callable[[], object], tuple[str, ...]]] = {
-    "async save": (save_async, _WRITES),
-    "load": (load, ("GetObject",)),
+WORK: dict[str, tuple[Callable[[S3Store], object], tuple[str, ...]]] = {
+    "async save": (save_async, ("PutObject", "UploadPart", "CreateMultipartUpload")),
+    "read": (lambda store: store.read("k", 0, memoryview(bytearray(MIB))), ("GetObject",)),
     "prune": (
-        lambda: prune(ROOT, "latest:1", grace=0, force=True, settings=SETTINGS),
-        ("DeleteObject", "DeleteObjects"),
+        lambda _: prune(ROOT, "latest:1", grace=0, force=True, settings=SETTINGS), ("DeleteObject", "DeleteObjects"),
     ),
-    "copy": (lambda: copy(f"{ROOT}/step-1", f"s3://{BUCKET}/copy", settings=SETTINGS), ("CopyObject", "PutObject")),
-}
-
-
-def cause(error: BaseException) -> BaseException:
-    if isinstance(error, CheckpointException):
-        ((error, _),) = error.failures.values()
-    return error
+    "copy": (lambda store: store.copy(store, "k", "to"), ("CopyObject",)),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -229,15 +209,18 @@ def cause(error: BaseException) -> BaseException:
 def test_what_makes_no_progress_ends(
     faulty: FaultyServer, what: str, fault: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    work, operations = WORK[what]
+    store, (work, operations) = S3Store(BUCKET, Settings(**SETTINGS)), WORK[what]
+    store.put("k", bytes(MIB))
     for step in (1, 2):
-        save(step)
+        dcp.save({"x": torch.ones(9)}, storage_writer=S3StorageWriter(f"{ROOT}/step-{step}"))
     faulty.rule = lambda request: FAULTS[fault] if request.operation in operations else None
     began = time.monotonic()
     with pytest.raises((CheckpointException, errors.StorageError)) as caught:
-        work()
+        work(store)
     assert STALL <= time.monotonic() - began < LONG, "neither before nor long after"
-    error = cause(caught.value)
+    error: Any = caught.value
+    if isinstance(error, CheckpointException):
+        ((error, _),) = error.failures.values()
     assert isinstance(error, errors.DeadlineExceededError), repr(error)
     assert (error.setting, error.seconds, error.bucket) == (STALL_SETTING, STALL, BUCKET)
     assert error.operation in operations
@@ -246,24 +229,30 @@ def test_what_makes_no_progress_ends(
     assert "Remedy" in str(error)
     assert [each for each in caplog.messages if "next to nothing moved for" in each]
     faulty.rule = lambda _: None
-    save(3)
-    dcp.load(state(), storage_reader=S3StorageReader(f"{ROOT}/step-3"))
+    work(store)
 
 
 @pytest.mark.parametrize(
-    ("operation", "size"), [("CompleteMultipartUpload", 11 * MIB), ("UploadPartCopy", 11 * MIB), ("CopyObject", MIB)]
-)
-def test_s3_may_be_long_at_work_if_it_says_so(
-    faulty: FaultyServer, monkeypatch: pytest.MonkeyPatch, operation: str, size: int
+    ("operation", "size", "speed", "stall"),
+    [
+        ("CompleteMultipartUpload", 11 * MIB, 100, 0.5), ("UploadPartCopy", 11 * MIB, 100, 0.5),
+        ("CopyObject", MIB, 100, 0.5), ("GetObject", 12 * MIB, 4 * MIB, 2.0),
+    ],
+)  # fmt: skip
+def test_what_moves_slowly_or_says_that_it_is_at_work_may_take_longer_than_that(
+    faulty: FaultyServer, monkeypatch: pytest.MonkeyPatch, operation: str, size: int, speed: float, stall: float
 ) -> None:
     monkeypatch.setattr("dcp_s3.s3.multipart.COPIED_PART_SIZE", 6 * MIB)
-    store, data = S3Store(BUCKET, Settings(stall_timeout=0.5, retry_attempts=1)), bytes(size)
+    store, data = S3Store(BUCKET, Settings(stall_timeout=stall, retry_attempts=1)), bytes(size)
     S3Store(BUCKET, Settings()).put("from", data)  # in its own time
-    faulty.once(operation, Fault.crawl(100))
+    faulty.once(operation, Fault.crawl(speed))
     began = time.monotonic()
-    store.copy(store, "from", "to")
-    assert time.monotonic() - began > 1, "the answer came slowly"
-    assert faulty.s3.read(BUCKET, "to") == data
+    if operation == "GetObject":
+        assert store.get("from").data == data
+    else:
+        store.copy(store, "from", "to")
+        assert faulty.s3.read(BUCKET, "to") == data
+    assert time.monotonic() - began > 2 * min(stall, 1), "the answer came slowly"
 
 
 def test_an_answer_that_trickles_without_a_pause_ends(faulty: FaultyServer) -> None:
@@ -273,15 +262,6 @@ def test_an_answer_that_trickles_without_a_pause_ends(faulty: FaultyServer) -> N
     faulty.rule = lambda _: Fault.drip(100)
     with pytest.raises(errors.DeadlineExceededError, match=STALL_SETTING):
         store.get("k")
-
-
-def test_a_large_object_may_take_longer_than_that_if_it_moves(faulty: FaultyServer) -> None:
-    store, data = S3Store(BUCKET, Settings(stall_timeout=2.0, retry_attempts=1)), bytes(12 * MIB)
-    store.put("k", data)
-    faulty.once("GetObject", Fault.crawl(4 * MIB))
-    began = time.monotonic()
-    assert store.get("k").data == data
-    assert time.monotonic() - began > 2.0, "the answer came slowly"
 
 
 def test_what_is_sent_again_and_slowly_ends() -> None:
@@ -309,10 +289,9 @@ def test_what_has_stalled_once_begins_nothing() -> None:
 
 
 def test_0_seconds_bound_nothing(faulty: FaultyServer) -> None:
-    faulty.rule = lambda request: FAULTS["refuses"] if request.operation in _WRITES else None
-    with pytest.raises(CheckpointException) as caught:
-        save(stall_timeout=0, retry_attempts=3)
-    assert isinstance(cause(caught.value), errors.TransferError)
+    faulty.rule = lambda _: FAULTS["refuses"]
+    with pytest.raises(errors.TransferError, match="after 3 attempts"):
+        S3Store(BUCKET, Settings(stall_timeout=0, retry_attempts=3)).put_stream("k", 1, [Piece.of(b"x")])
 
 
 # --- arithmetic, on a clock of its own ---------------------------------------------------------------

@@ -6,9 +6,8 @@ import contextlib
 from collections.abc import Callable
 
 from .process import ServerStartError
-from .programs import moto, rclone
 from .rgw import rgw
-from .server import ENDPOINT, S3Server, ServerUnavailable, external, memory
+from .server import ENDPOINT, S3Server, ServerUnavailable, external, memory, moto, rclone
 
 __all__ = ["NAMES", "S3Server", "ServerStartError", "ServerUnavailable", "Servers"]
 

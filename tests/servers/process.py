@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -27,6 +27,7 @@ if os.getppid() != int(sys.argv[1]):
 os.execvp(sys.argv[2], sys.argv[2:])
 """
 
+START_TIMEOUT = 60.0
 STOP_GRACE_SECONDS = 10.0
 # A port that was free a moment ago may be taken when the server binds it.
 PORT_ATTEMPTS = 3
@@ -39,15 +40,8 @@ class ServerStartError(RuntimeError):
 class ServerProcess:
     """One child process, started at once, its output in `log`. `stop()` may be called twice."""
 
-    def __init__(
-        self,
-        name: str,
-        command: Sequence[str],
-        log: Path,
-        env: Mapping[str, str] | None = None,
-    ) -> None:
-        self.name = name
-        self.log = log
+    def __init__(self, name: str, command: Sequence[str], log: Path, env: Mapping[str, str] | None = None) -> None:
+        self.name, self.log = name, log
         with log.open("ab") as out:
             self._popen = subprocess.Popen(
                 [sys.executable, "-I", "-S", "-c", _DIE_WITH_PARENT, str(os.getpid()), *command],
@@ -59,22 +53,20 @@ class ServerProcess:
                 cwd=log.parent,
             )
 
-    def tail(self, size: int = 3000) -> str:
-        return self.log.read_bytes()[-size:].decode(errors="replace")
-
     def wait_until(self, ready: Callable[[], bool], timeout: float) -> None:
         """Polls `ready`; ServerStartError when the process ends or `timeout` seconds pass."""
-        deadline = time.monotonic() + timeout
-        while True:
+        deadline, why = time.monotonic() + timeout, f"was not ready after {timeout:g} s"
+        while time.monotonic() < deadline:
             # Before `ready`: another server may answer on the port that this one could not bind.
             status = self._popen.poll()
             if status is not None:
-                raise ServerStartError(f"{self.name} ended with status {status}:\n{self.tail()}")
+                why = f"ended with status {status}"
+                break
             if ready():
                 return
-            if time.monotonic() > deadline:
-                raise ServerStartError(f"{self.name} was not ready after {timeout:g} s:\n{self.tail()}")
             time.sleep(0.05)
+        end = self.log.read_bytes()[-3000:].decode(errors="replace")
+        raise ServerStartError(f"{self.name} {why}:\n{end}")
 
     def stop(self) -> None:
         if self._popen.poll() is not None:
@@ -100,32 +92,20 @@ def accepts(port: int) -> bool:
     return False
 
 
-def beside_python(program: str) -> str | None:
-    """The program next to this interpreter (where pip puts it), else on PATH, else None."""
-    return shutil.which(program, path=str(Path(sys.executable).parent)) or shutil.which(program)
-
-
 @contextlib.contextmanager
 def listening(
-    name: str,
-    command: Callable[[int], Sequence[str]],
-    log: Path,
-    timeout: float,
-    env: Mapping[str, str] | None = None,
+    name: str, command: Callable[[int, Path], Sequence[str]], env: Mapping[str, str] | None = None
 ) -> Iterator[str]:
-    """Runs `command(port)` on a free port of 127.0.0.1; yields its URL once it accepts."""
-    for attempt in range(1, PORT_ATTEMPTS + 1):
-        port = free_port()
-        process = ServerProcess(name, command(port), log, env=env)
-        try:
-            process.wait_until(lambda port=port: accepts(port), timeout)
-        except ServerStartError:
-            process.stop()
-            if attempt == PORT_ATTEMPTS:
-                raise
-            continue
-        try:
-            yield f"http://127.0.0.1:{port}"
-        finally:
-            process.stop()
-        return
+    """Runs `command(port, directory)` on a free port of 127.0.0.1; yields its URL once it accepts."""
+    with tempfile.TemporaryDirectory(prefix=f"dcp-s3-{name}-") as directory, contextlib.ExitStack() as stack:
+        for attempt in range(1, PORT_ATTEMPTS + 1):
+            port = free_port()
+            process = ServerProcess(name, command(port, Path(directory)), Path(directory) / "log", env)
+            stack.callback(process.stop)
+            try:
+                process.wait_until(lambda port=port: accepts(port), START_TIMEOUT)
+                break
+            except ServerStartError:
+                if attempt == PORT_ATTEMPTS:
+                    raise
+        yield f"http://127.0.0.1:{port}"

@@ -170,13 +170,7 @@ def _start(cluster: _Cluster) -> S3Server:
     gateway.wait_until(lambda: accepts(rgw_port), DAEMON_TIMEOUT)
     created = cluster.run("radosgw-admin", "user", "create", "--uid=test", "--display-name=test")
     key = json.loads(created)["keys"][0]
-    return S3Server(
-        name="rgw",
-        endpoint_url=f"http://127.0.0.1:{rgw_port}",
-        access_key=key["access_key"],
-        secret_key=key["secret_key"],
-        conditional_writes=True,
-    )
+    return S3Server("rgw", f"http://127.0.0.1:{rgw_port}", key["access_key"], key["secret_key"])
 
 
 @contextlib.contextmanager
