@@ -19,34 +19,34 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.planner import LoadPlan
 
-from dcp_s3 import S3StorageWriter, errors
+from dcp_s3 import errors
 from dcp_s3.load.messages import PAYLOAD, Messages
 from dcp_s3.load.pieces import Piece
-from tests.faulty import BUCKET
+from tests.faulty import BUCKET, FaultyServer
 from tests.interrupting import Interrupts
-from tests.load.conftest import RUN, SMALL, Recording, assert_large_loads, large_state, load_into
+from tests.load.sources import RUN, assert_large, large_state, load_into, save
 from tests.memory_s3 import Fault
 from tests.ranks import RankFailed, run_ranks
 
-pytestmark = [pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("faulty")]
+
+Failures = dict[int, tuple[str, str]]
+"""Kind and text of the error, by rank."""
 
 
 # --- failures ----------------------------------------------------------------------------------------
 
 
-def _failing(url: str, **options: Any) -> tuple[dict[int, tuple[str, str]], float]:
-    began = time.monotonic()
+def _failing(url: str, **options: Any) -> Failures:
     try:
         load_into(url, large_state(True), **options)
     except CheckpointException as error:
-        failures = {rank: (type(cause).__name__, str(cause)) for rank, (cause, _) in error.failures.items()}
-        return failures, time.monotonic() - began
-    return {}, time.monotonic() - began
+        return {rank: (type(cause).__name__, str(cause)) for rank, (cause, _) in error.failures.items()}
+    return {}
 
 
 @contextlib.contextmanager
@@ -85,25 +85,22 @@ _SITES: dict[str, tuple[int, str, BaseException, int]] = {
 """On which rank which function fails, how, and after how many calls."""
 
 
-def _failures() -> dict[str, tuple[dict[int, tuple[str, str]], float]]:
-    dcp.save(large_state(False), storage_writer=S3StorageWriter(f"{RUN}/good", max_objects=1, settings=SMALL))
-    told = {}
+def _failures() -> dict[str, Failures]:
+    url, told = save("good", large_state(), max_objects=1), {}
     for name, (rank, place, error, after) in _SITES.items():
         with _on_rank(rank, mock.patch(place, _raising(error, after))):
-            told[name] = _failing(f"{RUN}/good")
-    assert_large_loads(f"{RUN}/good")
+            told[name] = _failing(url)
+    assert_large(load_into(url, large_state(True)))
     return told
 
 
-def test_every_rank_is_told_what_went_wrong(recording: Recording) -> None:
-    expected = {name: (type(error).__name__, str(error).strip("'")) for name, (_, _, error, _) in _SITES.items()}
+def test_every_rank_is_told_what_went_wrong() -> None:
     for told in run_ranks(3, _failures):
-        assert set(told["down"][0]) == {0, 1, 2}
-        for name, (failures, seconds) in told.items():
-            assert seconds < 60, name
-            cause, text = expected[name]
-            (owner,) = [rank for rank, (kind, _) in failures.items() if kind == cause]
-            assert owner == _SITES[name][0]
+        assert set(told["down"]) == {0, 1, 2}
+        for name, failures in told.items():
+            owner, _, error, _ = _SITES[name]
+            cause, text = type(error).__name__, str(error).strip("'")
+            assert [rank for rank, (kind, _) in failures.items() if kind == cause] == [owner]
             assert text in failures.pop(owner)[1]
             for kind, message in failures.values():
                 assert kind == "PeerReadError", (name, failures)
@@ -112,9 +109,7 @@ def test_every_rank_is_told_what_went_wrong(recording: Recording) -> None:
 
 
 def _failing_at_random(seed: int, count: int) -> None:
-    url = f"{RUN}/random"
-    dcp.save(large_state(False), storage_writer=S3StorageWriter(url, settings=SMALL))
-    draw = random.Random(seed)
+    url, draw = save("random", large_state()), random.Random(seed)
     places = [
         (Piece, "fetch"), (Piece, "message"), (Piece, "sent"), (Piece, "buffer"),
         (Piece, "received"), (DefaultLoadPlanner, "commit_tensor"),
@@ -126,25 +121,22 @@ def _failing_at_random(seed: int, count: int) -> None:
                 (owner, name), after = draw.choice(places), draw.randint(0, 12)
                 method = _raising(ValueError(f"rank {failing}"), after, getattr(owner, name))
                 stack.enter_context(_on_rank(failing, mock.patch.object(owner, name, method)))
-            failures, _ = _failing(url, buffers=draw.choice([1, 4]) * 2**20)
+            failures = _failing(url, buffers=draw.choice([1, 4]) * 2**20)
         for kind, text in failures.values():
             assert kind in ("ValueError", "PeerReadError"), (seed, number, failures)
             assert "rank" in text
-    assert_large_loads(url)
+    assert_large(load_into(url, large_state(True)))
 
 
-def test_ranks_that_fail_anywhere_let_no_other_hang(recording: Recording) -> None:
+def test_ranks_that_fail_anywhere_let_no_other_hang() -> None:
     run_ranks(4, _failing_at_random, 1, 12, timeout=60)
 
 
 # --- interrupts ---------------------------------------------------------------------------------------
 
 
-def _interrupted() -> dict[int, tuple[str, str]]:
-    url = f"{RUN}/good"
-    dcp.save(large_state(False), storage_writer=S3StorageWriter(url, settings=SMALL))
-    interrupts = Interrupts()
-    received = Piece.received
+def _interrupted() -> Failures:
+    url, interrupts, received = save("good", large_state()), Interrupts(), Piece.received
     first, returned, early = threading.Event(), threading.Event(), []
 
     def interrupt_twice(piece: Piece, crc: int) -> None:
@@ -157,25 +149,23 @@ def _interrupted() -> dict[int, tuple[str, str]]:
 
     with _on_rank(0, mock.patch.object(Piece, "received", interrupt_twice)):
         try:
-            failures, _ = _failing(url)
+            failures = _failing(url)
         finally:
             returned.set()
     assert early == ([False] if dist.get_rank() == 0 else []), "nothing is written any more when the load has failed"
-    assert_large_loads(url)
+    assert_large(load_into(url, large_state(True)))
     return failures
 
 
-def test_an_interrupt_lets_no_other_hang(recording: Recording) -> None:
+def test_an_interrupt_lets_no_other_hang() -> None:
     for failures in run_ranks(2, _interrupted, timeout=60):
         assert failures[0][0] == "KeyboardInterrupt"
         # The other may have got all it needs by then.
         assert failures.get(1, ("PeerReadError",))[0] == "PeerReadError"
 
 
-def _begin_badly() -> dict[str, dict[int, tuple[str, str]]]:
-    url = f"{RUN}/good"
-    dcp.save(large_state(False), storage_writer=S3StorageWriter(url, settings=SMALL))
-    told = {}
+def _begin_badly() -> dict[str, Failures]:
+    url, told = save("good", large_state()), {}
     for name, finish_plan in {
         "failed": _raising(ValueError("no plan")),
         "dropped": lambda _, plan: LoadPlan(plan.items),
@@ -183,24 +173,24 @@ def _begin_badly() -> dict[str, dict[int, tuple[str, str]]]:
     }.items():
         patch = mock.patch.object(DefaultLoadPlanner, "finish_plan", finish_plan)
         with mock.patch("dcp_s3.load.messages.PATIENCE", 1.0), _on_rank(1, patch):
-            told[name], _ = _failing(url)
-    assert_large_loads(url)
+            told[name] = _failing(url)
+    assert_large(load_into(url, large_state(True)))
     return told
 
 
-def test_a_rank_that_does_not_come_to_the_exchange_is_named(recording: Recording) -> None:
+def test_a_rank_that_does_not_come_to_the_exchange_is_named() -> None:
     for told in run_ranks(3, _begin_badly, timeout=60):
         for name, failures in told.items():
             for rank in (0, 2):
                 kind, text = failures[rank]
                 assert kind == "PeerReadError", name
-                assert "rank 1" in text, name
-                assert "did not begin to read within 1 s" in text, name
-                assert f"{RUN}/good" in text, name
+                for part in ("rank 1", "did not begin to read within 1 s", f"{RUN}/good"):
+                    assert part in text, name
         assert told["failed"][1] == ("ValueError", "no plan")
         assert 1 not in told["dropped"]
-        assert told["late"][1][0] == "PeerReadError"
-        assert "rank 0" in told["late"][1][1] or "rank 2" in told["late"][1][1]
+        kind, text = told["late"][1]
+        assert kind == "PeerReadError"
+        assert "rank 0" in text or "rank 2" in text
 
 
 def _die(*_: Any) -> None:
@@ -208,17 +198,17 @@ def _die(*_: Any) -> None:
 
 
 def _killed(folder: Path, before: bool) -> None:
-    dcp.save(large_state(False), storage_writer=S3StorageWriter(f"{RUN}/good", settings=SMALL))
+    url = save("good", large_state())
     where: Any = (DefaultLoadPlanner, "finish_plan") if before else (Piece, "fetch")
     with _on_rank(2, mock.patch.object(*where, _die)):
         try:
-            load_into(f"{RUN}/good", large_state(True))
+            load_into(url, large_state(True))
         except BaseException as error:  # noqa: BLE001 - CheckpointException is none, nor what gloo raises a subclass
             (folder / str(dist.get_rank())).write_text(repr(error))
 
 
 @pytest.mark.parametrize("before", [False, True])
-def test_a_rank_that_is_killed_lets_no_other_hang(recording: Recording, tmp_path: Path, before: bool) -> None:
+def test_a_rank_that_is_killed_lets_no_other_hang(tmp_path: Path, before: bool) -> None:
     with pytest.raises(RankFailed, match="exit code -9"):
         run_ranks(3, _killed, tmp_path, before, timeout=90, grace=30)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1"]
@@ -252,16 +242,15 @@ def test_messages_that_a_killed_rank_cuts_off_end(tmp_path: Path) -> None:
         assert (tmp_path / str(number)).exists()
 
 
-def _stalled() -> dict[int, tuple[str, str]]:
-    for name in ("slow", "good"):
-        dcp.save(large_state(False), storage_writer=S3StorageWriter(f"{RUN}/{name}", settings=SMALL))
-    failures, _ = _failing(f"{RUN}/slow", settings={"stall_timeout": 1.5})
+def _stalled() -> Failures:
+    slow, good = (save(run, large_state()) for run in ("slow", "good"))
+    failures = _failing(slow, settings={"stall_timeout": 1.5})
     dist.barrier()
-    assert_large_loads(f"{RUN}/good")
+    assert_large(load_into(good, large_state(True)))
     return failures
 
 
-def test_a_load_in_which_nothing_moves_ends_on_all_ranks(recording: Recording) -> None:
+def test_a_load_in_which_nothing_moves_ends_on_all_ranks(faulty: FaultyServer) -> None:
     released = threading.Event()
 
     def rule(request: Any) -> Fault | None:
@@ -270,12 +259,11 @@ def test_a_load_in_which_nothing_moves_ends_on_all_ranks(recording: Recording) -
             return Fault.reset()
         return None
 
-    recording.rule = rule
+    faulty.rule = rule
     outcome = run_ranks(3, _stalled)
     released.set()
     for failures in outcome:
         assert set(failures) == {0, 1, 2}
         kinds = {kind for kind, _ in failures.values()}
-        assert "DeadlineExceededError" in kinds
-        assert kinds <= {"DeadlineExceededError", "PeerReadError"}
+        assert {"DeadlineExceededError"} <= kinds <= {"DeadlineExceededError", "PeerReadError"}
         assert all("DCP_S3_STALL_TIMEOUT = 1.5 s" in message for _, message in failures.values())
