@@ -28,7 +28,7 @@ from dcp_s3.memory import crc64nvme
 from tests.archives import records_of, rewritten, saved
 from tests.end_to_end import loads
 from tests.end_to_end.loads import failure
-from tests.end_to_end.states import DTYPES, assert_same, random_tensor
+from tests.end_to_end.states import DTYPES, assert_same, blank, random_tensor
 from tests.format.test_tensors import WRITERS
 from tests.servers import S3Server
 
@@ -102,12 +102,9 @@ def load(
     return Loaded(state, handle.counters.requests["GetObject"] - 1, handle.counters.bytes_out)
 
 
-def blank(items: Mapping[str, Item]) -> dict[str, torch.Tensor]:
-    return {fqn: torch.full(item.value.shape, 1, dtype=item.value.dtype) for fqn, item in items.items()}
-
-
-def check(found: Mapping[str, torch.Tensor], items: Mapping[str, Item]) -> None:
-    assert_same(dict(found), {fqn: item.value for fqn, item in items.items()})
+def load_whole(server: S3Server, root: str, items: Mapping[str, Item]) -> None:
+    expected = {fqn: item.value for fqn, item in items.items()}
+    assert_same(load(server, root, blank(expected)).state, expected)
 
 
 def test_every_dtype_whole_and_in_parts(
@@ -116,18 +113,15 @@ def test_every_dtype_whole_and_in_parts(
     monkeypatch.setattr(read, "check_storages", lambda stream: pytest.fail("loaded by torch"))
     tensors = {str(dtype): random_tensor((7, 10_000), dtype, i) for i, dtype in enumerate(DTYPES)}
     tensors |= {"scalar": random_tensor((), torch.float64), "empty": torch.empty(3, 0)}
-    values = {f"{writer} {name}": value for writer in WRITERS for name, value in tensors.items()}
     items = {
         f"{writer} {name}": Item(value, write(saved(value)))
         for writer, write in WRITERS.items()
         for name, value in tensors.items()
     }
     put(s3, bucket, items)
-    check(load(memory_server, root, blank(items)).state, items)
-    parts = {name: (1, 100) for name, value in values.items() if value.numel() > 1}
-    wanted = {name: values[name][1:5, 100:4000] for name in parts}
-    found = load(memory_server, root, {name: torch.zeros_like(part) for name, part in wanted.items()}, parts).state
-    assert_same(found, wanted)
+    load_whole(memory_server, root, items)
+    wanted = {name: item.value[1:5, 100:4000] for name, item in items.items() if item.value.numel() > 1}
+    assert_same(load(memory_server, root, blank(wanted), dict.fromkeys(wanted, (1, 100))).state, wanted)
 
 
 def test_only_what_is_needed_is_fetched(memory_server: S3Server, s3: Any, bucket: str, root: str) -> None:
@@ -141,9 +135,9 @@ def test_only_what_is_needed_is_fetched(memory_server: S3Server, s3: Any, bucket
     for (row, column), (rows, columns) in boxes:
         wanted = {name: value[row : row + rows, column : column + columns] for name, value in values.items()}
         for dtype in (torch.int32, torch.int64):
-            blank = {name: torch.zeros(rows, columns, dtype=dtype) for name in values}
-            found = load(memory_server, root, blank, dict.fromkeys(values, (row, column)))
-            assert_same(found.state, {name: value.to(dtype) for name, value in wanted.items()})
+            expected = {name: value.to(dtype) for name, value in wanted.items()}
+            found = load(memory_server, root, blank(expected), dict.fromkeys(values, (row, column)))
+            assert_same(found.state, expected)
             size = 4 * rows * columns
             # What lies between two runs of bytes is rather fetched if it is little.
             gaps = [4 * (row * 32768 + column)] + [4 * (32768 - columns)] * (rows - 1)
@@ -194,10 +188,9 @@ def test_one_of_several_is_odd(
             ordinary.insert(place, make(values[0]))
             items |= {f"{odd} {n}": item for n, item in enumerate(ordinary)}
         put(s3, bucket, items)
-        check(load(memory_server, root, blank(items)).state, items)
+        load_whole(memory_server, root, items)
         wanted = {name: item.value[3:9, 5:8] for name, item in items.items()}
-        parts = {name: torch.zeros_like(part) for name, part in wanted.items()}
-        assert_same(load(memory_server, root, parts, dict.fromkeys(items, (3, 5))).state, wanted)
+        assert_same(load(memory_server, root, blank(wanted), dict.fromkeys(items, (3, 5))).state, wanted)
 
 
 DAMAGE: list[Callable[[bytes], bytes]] = [
@@ -209,29 +202,24 @@ DAMAGE: list[Callable[[bytes], bytes]] = [
 
 
 @pytest.mark.parametrize("size", [10, 150], ids=["small", "large"])
-def test_damaged_heads_are_errors(memory_server: S3Server, s3: Any, bucket: str, root: str, size: int) -> None:
-    value = random_tensor((size, size), torch.float32)
-    for damage in DAMAGE:
-        put(s3, bucket, {"t": Item(value, damage(saved(value))), "u": Item(value, saved(value))})
-        state = {"t": torch.zeros(size, size), "u": torch.zeros(size, size)}
-        error = failure(lambda state=state: loads.load(state, root), errors.CorruptCheckpointError)
-        assert "'t'" in str(error)
-
-
-def test_a_checksum_of_the_whole_item_is_compared(memory_server: S3Server, s3: Any, bucket: str, root: str) -> None:
-    """As dcp_s3 records it of tensors that go through torch.save."""
-    size = 150
+def test_damaged_heads_and_items_are_errors(
+    memory_server: S3Server, s3: Any, bucket: str, root: str, size: int
+) -> None:
     value = random_tensor((size, size), torch.float32)
     data = saved(value)
-    attributes = {"crc64nvme": crc64nvme(data)}
-    put(s3, bucket, {"t": Item(value, data, attributes)})
-    assert_same(load(memory_server, root, {"t": torch.zeros(size, size)}).state, {"t": value})
+    whole = {"crc64nvme": crc64nvme(data)}  # as dcp_s3 records it of tensors that go through torch.save
+    cases = [(Item(value, damage(data)), "'t'") for damage in DAMAGE]
     for position in (0, 800, len(data) - 1):
         damaged = bytearray(data)
         damaged[position] ^= 1
-        put(s3, bucket, {"t": Item(value, bytes(damaged), attributes)})
-        error = failure(lambda: loads.load({"t": torch.zeros(size, size)}, root), errors.CorruptCheckpointError)
-        assert "CRC-64" in str(error)
+        cases.append((Item(value, bytes(damaged), whole), "CRC-64"))
+    for item, says in cases:
+        put(s3, bucket, {"t": item, "u": Item(value, data)})
+        state = {"t": torch.zeros(size, size), "u": torch.zeros(size, size)}
+        error = failure(lambda state=state: loads.load(state, root), errors.CorruptCheckpointError)
+        assert says in str(error)
+    put(s3, bucket, {"t": Item(value, data, whole)})
+    assert_same(load(memory_server, root, {"t": torch.zeros(size, size)}).state, {"t": value})
 
 
 def test_damage_that_only_torch_finds(memory_server: S3Server, s3: Any, bucket: str, root: str) -> None:
