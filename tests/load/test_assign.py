@@ -33,6 +33,7 @@ from dcp_s3.load.plan import Box, find_stored
 from dcp_s3.load.read import LoadExecutor
 from dcp_s3.memory import crc64nvme
 from dcp_s3.torch_private import ReaderTransforms
+from tests.end_to_end.states import bits, random_tensor
 from tests.load.sources import URL, MemoryFetcher
 
 pytestmark = pytest.mark.timeout(60)
@@ -64,7 +65,7 @@ def make_case(tensors: dict[str, torch.Tensor], wants: list[list[tuple[str, Box]
     entries: dict[str, Any] = {}
     infos: dict[MetadataIndex, Any] = {}
     for name, tensor in tensors.items():
-        data = bytes(tensor.reshape(-1).view(torch.uint8).numpy()) if tensor.numel() else b""
+        data = bits(tensor)
         crcs = [crc64nvme(data[:end]) for end in range(BLOCK, len(data), BLOCK)]
         index = MetadataIndex(name, torch.Size([0] * tensor.dim()), 0)
         infos[index] = make_storage_info(
@@ -84,11 +85,8 @@ def cases(draw: st.DrawFn) -> Case:
     for number in range(draw(st.integers(1, 4))):
         sizes = draw(st.lists(st.integers(1, 11), max_size=3))
         dtype = draw(st.sampled_from(DTYPES))
-        count = torch.Size(sizes).numel() * dtype.itemsize
-        generator = torch.Generator().manual_seed(number)
-        data = torch.randint(0, 256, (count,), generator=generator, dtype=torch.uint8)
         name = f"t{number}"
-        tensors[name] = data.view(dtype).view(sizes)
+        tensors[name] = random_tensor(tuple(sizes), dtype, number)
         for _ in range(draw(st.integers(1, 3))):
             box = [draw(st.tuples(st.integers(0, size - 1), st.integers(1, size))) for size in sizes]
             lengths = tuple(min(length, size - at) for (at, length), size in zip(box, sizes, strict=True))
@@ -198,25 +196,24 @@ def test_ranks_that_read_different_metadata_do_not_load() -> None:
 # --- the bytes themselves ----------------------------------------------------------------------------
 
 
-def exchange(
-    case: Case,
-    targets: list[list[torch.Tensor]],
-    stored: bytes | None = None,
-) -> list[list[bool]]:
-    """Carry out the assignments: what each rank's shared items are loaded into. True where an item was finished."""
-    fetcher = MemoryFetcher({PATH: case.stored if stored is None else stored})
+def shared_items(assignment: Assignment) -> set[int]:
+    return {number for piece in assignment.pieces for part in piece.parts for number in part.items}
+
+
+def exchange(case: Case, targets: list[list[torch.Tensor]]) -> list[set[int]]:
+    """Carry out the assignments: what each rank's shared items are loaded into. Returns those that were finished."""
+    fetcher = MemoryFetcher({PATH: case.stored})
     executor = LoadExecutor(fetcher, case.metadata, ReaderTransforms(None))
     assignments = plan(case)
     assert assignments is not None
-    finished = [[False] * len(plan) for plan in case.plans]
+    finished: list[set[int]] = [set() for _ in case.plans]
     pieces: list[dict[int, Piece]] = []
     for rank, assignment in enumerate(assignments):
-        shared = {number for piece in assignment.pieces for part in piece.parts for number in part.items}
         planner = mock.Mock(resolve_tensor=mock.Mock(side_effect=targets[rank]))
-        made, _ = executor.prepare(case.plans[rank], planner, shared)
+        made, _ = executor.prepare(case.plans[rank], planner, shared_items(assignment))
 
         def note(transfer: Any, rank: int = rank, made: Any = made) -> None:
-            finished[rank][made.index(transfer)] = True
+            finished[rank].add(made.index(transfer))
 
         pieces.append({piece.number: Piece(piece, dict(enumerate(made)), note, URL) for piece in assignment.pieces})
     for owner, assignment in enumerate(assignments):
@@ -241,41 +238,32 @@ def test_every_rank_gets_its_boxes(case: Case, kind: str) -> None:
     assignments = plan(case)
     if assignments is None:
         return
-    targets: list[list[torch.Tensor]] = []
-    for wants in case.wants:
-        row = []
-        for name, box in wants:
-            dtype = case.tensors[name].dtype
-            if kind == "cast":
-                dtype = torch.complex128
-            target = torch.zeros(box.lengths, dtype=dtype)
-            if kind == "strided" and target.dim() > 1:
-                target = torch.zeros(box.lengths[::-1], dtype=dtype).permute(*reversed(range(target.dim())))
-            row.append(target)
-        targets.append(row)
+
+    def target(name: str, box: Box) -> torch.Tensor:
+        dtype = torch.complex128 if kind == "cast" else case.tensors[name].dtype
+        if kind == "strided" and len(box.lengths) > 1:
+            return torch.zeros(box.lengths[::-1], dtype=dtype).permute(*reversed(range(len(box.lengths))))
+        return torch.zeros(box.lengths, dtype=dtype)
+
+    targets = [[target(*want) for want in wants] for wants in case.wants]
     finished = exchange(case, targets)
-    for rank, assignment in enumerate(assignments):
-        shared = {number for piece in assignment.pieces for part in piece.parts for number in part.items}
-        assert finished[rank] == [number in shared for number in range(len(case.wants[rank]))]
-        for number in shared:
+    assert finished == [shared_items(assignment) for assignment in assignments]
+    for rank, numbers in enumerate(finished):
+        for number in numbers:
             name, box = case.wants[rank][number]
             expected = case.tensors[name]
-            for dim, (offset, length) in enumerate(zip(box.offsets, box.lengths, strict=True)):
+            for dim, (offset, length) in enumerate(zip(*box, strict=True)):
                 expected = expected.narrow(dim, offset, length)
             found = targets[rank][number]
             assert torch.equal(found.nan_to_num(), expected.to(found.dtype).nan_to_num()), (rank, name, box)
 
 
-def test_damage_at_rest_is_an_error_of_the_owner() -> None:
-    case = make_case({"t": _tensor(100)}, [[("t", Box((0,), (100,)))]] * 2)
-    damaged = bytearray(case.stored)
-    damaged[200] ^= 1
-    with pytest.raises(errors.CorruptCheckpointError, match=r"'t' in s3://bucket/run: bytes .* of __0_0.distcp"):
-        exchange(case, [[torch.zeros(100)], [torch.zeros(100)]], bytes(damaged))
-
-
-def test_damage_between_ranks_is_found() -> None:
+def test_damage_at_rest_is_an_error_of_the_owner_and_damage_between_ranks_is_found() -> None:
     case = make_case({"t": _tensor(40)}, [[("t", Box((0,), (40,)))]] * 2)
+    damaged = bytearray(case.stored)
+    damaged[100] ^= 1
+    with pytest.raises(errors.CorruptCheckpointError, match=r"'t' in s3://bucket/run: bytes .* of __0_0.distcp"):
+        exchange(case._replace(stored=bytes(damaged)), [[torch.zeros(40)], [torch.zeros(40)]])
     with (
         mock.patch.object(Piece, "message", return_value=(torch.ones(160, dtype=torch.uint8), crc64nvme(b"other"))),
         pytest.raises(errors.PeerReadError, match="damaged on its way from rank 0") as caught,
