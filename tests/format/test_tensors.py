@@ -98,10 +98,6 @@ def test_there_are_few_blocks_of_some_size(nbytes: int) -> None:
     assert size == MAX_BLOCK or -(-nbytes // size) <= 64
 
 
-BOXES = [
-    ((0, 0), (3, 32768)), ((17, 0), (2, 32768)), ((47, 0), (1, 32768)), ((1, 0), (47, 32768)),  # whole rows
-    ((10, 1000), (20, 31)), ((40, 5), (1, 1)),
-]  # fmt: skip
 _PLACE = st.tuples(st.integers(0, 4), st.integers(0, 4), st.integers(0, 4), st.integers(0, 4))
 
 
