@@ -120,7 +120,7 @@ def test_no_other_global(opcodes: bytes) -> None:
             assert "names the global tests.hostile.trip" in str(refused.value)
 
 
-# --- fields ---------------------------------------------------------------------------------------------
+# --- fields --------------------------------------------------------------------------------------------
 
 WRONG: dict[str, Any] = {
     "None": None, "an int": 7, "negative": -1, "huge": 2**70, "a bool": True, "a float": 0.5, "text": "../x",
@@ -235,7 +235,7 @@ def test_mutated_metadata(data: bytes) -> None:
     assert not hostile.was_tripped()
 
 
-# --- what planners add ----------------------------------------------------------------------------------
+# --- what planners add ---------------------------------------------------------------------------------
 
 
 def test_depth_counts_what_occurs_often_wherever_it_is() -> None:

@@ -241,7 +241,7 @@ def test_a_class_is_refused_and_both_remedies_work(root: str, checksum: str) -> 
     assert load(target(), root, weights_only=False)["job"]["config"].value == 7
 
 
-# --- when saving ----------------------------------------------------------------------------------------
+# --- when saving ---------------------------------------------------------------------------------------
 
 
 def test_a_save_says_once_what_a_load_will_need(root: str, caplog: pytest.LogCaptureFixture) -> None:

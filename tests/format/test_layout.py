@@ -214,7 +214,7 @@ def test_added_metrics_and_lists_of_deletions() -> None:
             kind.from_json(data)
 
 
-# --- safetensors files -----------------------------------------------------------------------------------
+# --- safetensors files ---------------------------------------------------------------------------------
 
 
 _SHAPES = st.lists(st.integers(0, 5), max_size=4).map(tuple)

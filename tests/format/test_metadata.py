@@ -148,7 +148,7 @@ def test_what_is_cut_off_or_something_else_is_damage_of_the_checkpoint_named(cha
         load_metadata(change(dump_metadata(make_metadata())), url=URL)
 
 
-# --- parts: what one rank wrote, on its way through the bucket --------------------------------------------
+# --- parts: what one rank wrote, on its way through the bucket -----------------------------------------
 
 
 @settings(max_examples=40)
@@ -174,7 +174,7 @@ PART = part_of(1, 2, [tensor("w", [4], [2], [2]), other("step")], paths={"w": ("
 WRONG: list[tuple[str, Any]] = [
     ("rank", 2), ("world_size", -1), ("names", ["w"]), ("paths", ["1"]), ("properties", []), ("shapes", [[4], [-2]]),
     ("items", 1),
-    *(("objects", [{"path": path, "size": size, "crc64nvme": None}])  # not in the checkpoint, or too short for its items
+    *(("objects", [{"path": path, "size": size, "crc64nvme": None}])  # outside, or too short
       for path, size in (("s3://other/__0_0-ab.distcp", 2000), ("../__1_0-ab.distcp", 2000), (".metadata", 2000),
                          ("__1_0-0123456789ab.distcp", 1899), ("__1_0-0123456789ab.distcp", -1))),
 ]  # fmt: skip

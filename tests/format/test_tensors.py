@@ -55,7 +55,7 @@ def test_torch_load_reads_it_and_only_checksums_differ_from_torch_save(dtype: to
         assert not [i for i in differing if len(frame.header) <= i < len(frame.header) + frame.nbytes]
 
 
-# --- blocks ----------------------------------------------------------------------------------------------
+# --- blocks --------------------------------------------------------------------------------------------
 
 
 _BLOCK = 64  # the smallest that is allowed: the pure functions know no other limit

@@ -108,7 +108,7 @@ def plan(case: Case) -> list[Assignment] | None:
     return plan_sharing(case.metadata, case.plans, max_piece=PIECE, max_gap=0)
 
 
-# --- who fetches what --------------------------------------------------------------------------------
+# --- who fetches what ----------------------------------------------------------------------------------
 
 
 @given(cases(), st.integers(1, 3))
@@ -193,7 +193,7 @@ def test_ranks_that_read_different_metadata_do_not_load() -> None:
         choose_group(_offers(0) + _offers(1, 2, version=2), URL)
 
 
-# --- the bytes themselves ----------------------------------------------------------------------------
+# --- the bytes themselves ------------------------------------------------------------------------------
 
 
 def shared_items(assignment: Assignment) -> set[int]:

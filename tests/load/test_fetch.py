@@ -161,7 +161,7 @@ def test_what_never_matches_does_not_get_into_a_tensor_through_a_buffer(kind: st
     assert not item.target.any()
 
 
-# --- by threads -----------------------------------------------------------------------------------------
+# --- by threads ----------------------------------------------------------------------------------------
 
 DATA = bytes(range(256)) * 2048
 SIZE = len(DATA)

@@ -146,7 +146,7 @@ def test_only_what_is_needed_is_fetched(memory_server: S3Server, s3: Any, bucket
             assert found.requests <= 2 * (-(-size // (5 * MIB)) + 1)
 
 
-# --- items that are not as expected ---------------------------------------------------------------------
+# --- items that are not as expected --------------------------------------------------------------------
 
 
 def _swapped(value: torch.Tensor) -> bytes:

@@ -224,7 +224,7 @@ def test_names_of_checkpoints_from_before_torch_2_4() -> None:
     assert not found.allow_partial_load
 
 
-# --- what a state and a checkpoint may differ in: names, shapes, dtypes ---------------------------------
+# --- what a state and a checkpoint may differ in: names, shapes, dtypes --------------------------------
 
 
 _LAYERS = [f"layers.{i}.{part}" for i in range(12) for part in ("weight", "bias")]
@@ -337,7 +337,7 @@ def test_what_keeps_its_values_comes_back(saved: torch.dtype, target: torch.dtyp
     assert torch.equal(one, two)
 
 
-# --- entries that lie in the same memory ----------------------------------------------------------------
+# --- entries that lie in the same memory ---------------------------------------------------------------
 
 
 def test_where_entries_share_memory_the_later_ones_are_copied_unless_they_are_the_same() -> None:

@@ -38,7 +38,7 @@ Failures = dict[int, tuple[str, str]]
 """Kind and text of the error, by rank."""
 
 
-# --- failures ----------------------------------------------------------------------------------------
+# --- failures ------------------------------------------------------------------------------------------
 
 
 def _failing(url: str, **options: Any) -> Failures:
@@ -132,7 +132,7 @@ def test_ranks_that_fail_anywhere_let_no_other_hang() -> None:
     run_ranks(4, _failing_at_random, 1, 12, timeout=60)
 
 
-# --- interrupts ---------------------------------------------------------------------------------------
+# --- interrupts ----------------------------------------------------------------------------------------
 
 
 def _interrupted() -> Failures:

@@ -21,6 +21,7 @@ from dcp_s3.offline.copy import copy
 from dcp_s3.s3 import multipart
 from dcp_s3.s3.store import S3Store
 from dcp_s3.settings import MIN_PART_SIZE
+from dcp_s3.url import parse_url
 from tests.end_to_end.loads import assert_loads
 from tests.faulty import BUCKET, FaultyServer, close_clients
 from tests.killing import AtRequest, begin, kill_all, new_process, running, wait_until_quiet
@@ -31,9 +32,15 @@ from tests.retention.making import delete, get, is_manifest, keys, put, save, sa
 _URL, _COPY = f"s3://{BUCKET}/run/step-1", f"s3://{BUCKET}/copies/step-1"
 
 
-def save_large(url: str, **options: Any) -> torch.Tensor:
-    tensor = torch.randint(0, 255, (2 * MIN_PART_SIZE + 1000,), dtype=torch.uint8)
-    dcp.save({"t": tensor, **state()}, storage_writer=S3StorageWriter(url, **options), no_dist=True)
+@pytest.fixture
+def s3_of(faulty: FaultyServer) -> Any:
+    return boto3.client("s3", endpoint_url=faulty.s3.endpoint_url)
+
+
+def save_large(url: str) -> torch.Tensor:
+    tensor = torch.randint(0, 255, (3 * MIN_PART_SIZE,), dtype=torch.uint8)
+    with separate_objects("weight", "half"):
+        dcp.save({"t": tensor, **state()}, storage_writer=S3StorageWriter(url), no_dist=True)
     return tensor
 
 
@@ -42,6 +49,14 @@ def refused_copy(faulty: FaultyServer, operation: str, key: str = "") -> None:
     faulty.once(operation, Fault.error(403, "AccessDenied"), key=key)
     with pytest.raises(errors.AccessDeniedError):
         copy(_URL, _COPY, operation == "PutObject")
+
+
+def zero_data(s3: Any, url: str) -> str:
+    """Damage an object, with a checksum that fits."""
+    path, size = next(found for found in keys(s3, url).items() if found[0].endswith(".distcp"))
+    where = parse_url(url)
+    S3Store(where.bucket, dcp_s3.Settings()).put(where.key(path), bytes(size))
+    return path
 
 
 def test_a_copy_is_the_checkpoint_without_pin_leases_and_leftovers(root: str, s3: Any) -> None:
@@ -64,16 +79,6 @@ def test_a_copy_is_the_checkpoint_without_pin_leases_and_leftovers(root: str, s3
     assert dcp_s3.verify(f"{root}/copy-7", full=True).ok
     assert copy(url, f"{root}/copy-7").moved == 0
     assert keys(s3, f"{root}/copy-7") == belongs
-
-
-@pytest.mark.servers("memory", "moto", "rgw")  # not rclone, which does not copy parts
-def test_large_objects_are_copied_in_parts(root: str, s3: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(multipart, "COPIED_PART_SIZE", MIN_PART_SIZE)
-    tensor = save_large(f"{root}/1")
-    copy(f"{root}/1", f"{root}/2")
-    assert_loads(f"{root}/2", {"t": tensor})
-    assert dcp_s3.verify(f"{root}/2", full=True).ok
-    assert keys(s3, f"{root}/2") == keys(s3, f"{root}/1")
 
 
 def test_foreign_checkpoints_and_ranks_without_collectives(root: str, s3: Any, tmp_path: Path) -> None:
@@ -103,18 +108,15 @@ def test_the_old_one_stays_whole_until_the_commit(faulty: FaultyServer, s3_of: A
     assert_loads(_COPY, state())
 
 
-def test_a_copy_that_lost_data_is_no_checkpoint_until_it_is_whole_again(faulty: FaultyServer, s3_of: Any) -> None:
+def test_a_copy_that_lost_data_is_no_checkpoint_until_it_is_whole_and_without_a_manifest_it_is(
+    faulty: FaultyServer, s3_of: Any
+) -> None:
     copy(save(_URL), _COPY)
-    data, size = next(found for found in keys(s3_of, _COPY).items() if found[0].endswith(".distcp"))
-    S3Store(BUCKET, dcp_s3.Settings()).put(f"copies/step-1/{data}", bytes(size))
+    zero_data(s3_of, _COPY)
     refused_copy(faulty, "CopyObject")
     assert ".metadata" not in keys(s3_of, _COPY)
     copy(_URL, _COPY)
     assert_loads(_COPY, state())
-
-
-def test_a_copy_that_lost_its_manifest_stays_a_checkpoint(faulty: FaultyServer, s3_of: Any) -> None:
-    copy(save(_URL), _COPY)
     delete(s3_of, _COPY, next(path for path in keys(s3_of, _COPY) if is_manifest(path)))
     refused_copy(faulty, "PutObject", "manifest")
     assert_loads(_COPY, state())
@@ -138,12 +140,11 @@ def test_a_directory_with_anything_else_is_not_written_to(root: str, s3: Any, tm
         copy(save(f"{root}/2"), tmp_path)
 
 
-# --- by whom ---------------------------------------------------------------------------------------------
+# --- by whom -------------------------------------------------------------------------------------------
 
 
 def test_no_data_passes_through_this_machine(faulty: FaultyServer) -> None:
-    with separate_objects("weight", "half"):
-        save_large(_URL)
+    save_large(_URL)
     faulty.s3.reset_counters()
     copy(_URL, _COPY)
     assert faulty.s3.counters.requests["CopyObject"] >= 1
@@ -156,16 +157,10 @@ def test_no_data_passes_through_this_machine(faulty: FaultyServer) -> None:
 
 
 def test_a_damaged_copy_is_found_by_the_checksum_of_the_store(faulty: FaultyServer, s3_of: Any) -> None:
-    data, size = next(found for found in keys(s3_of, save(_URL)).items() if found[0].endswith(".distcp"))
-    S3Store(BUCKET, dcp_s3.Settings()).put(f"run/step-1/{data}", bytes(size))
+    data = zero_data(s3_of, save(_URL))
     with pytest.raises(errors.CorruptCheckpointError, match="verify --full"):
         copy(_URL, _COPY)
     assert not {".metadata", data} & keys(s3_of, _COPY).keys()
-
-
-@pytest.fixture
-def s3_of(faulty: FaultyServer) -> Any:
-    return boto3.client("s3", endpoint_url=faulty.s3.endpoint_url)
 
 
 def _copy_in_a_process(environment: Mapping[str, str], output: Path) -> None:
@@ -190,10 +185,7 @@ def test_after_a_kill_a_second_run_finishes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     monkeypatch.setattr(multipart, "COPIED_PART_SIZE", MIN_PART_SIZE)
-    tensor = torch.randint(0, 255, (3 * MIN_PART_SIZE,), dtype=torch.uint8)
-    everything = {"t": tensor, **state()}
-    with separate_objects("weight", "half"):
-        dcp.save(everything, storage_writer=S3StorageWriter(_URL), no_dist=True)
+    tensor = save_large(_URL)
     close_clients()  # or this process would be connected while it waits for quiet
     moment = AtRequest(operation, count, applied=applied, key=key)
     with moment.on(faulty):

@@ -98,7 +98,7 @@ def test_memory_is_a_block_for_each_connection(saved: Saved, monkeypatch: pytest
     assert {memoryview(buffer).nbytes for buffer in buffers.values()} == {2**16}
 
 
-# --- damaged data ---------------------------------------------------------------------------------------
+# --- damaged data --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("fqn", ["weight", "half", "step"])
@@ -176,7 +176,7 @@ def test_what_has_no_checksum_is_counted_and_not_read(s3: Any, root: str, tmp_pa
         assert {problem.path for problem in saved.verify(full=False).problems} == {path}
 
 
-# --- metadata -------------------------------------------------------------------------------------------
+# --- metadata ------------------------------------------------------------------------------------------
 
 
 def change_info(fqn: str, **fields: Any) -> Callable[[Metadata], None]:
@@ -236,7 +236,7 @@ def test_objects_are_checked_by_the_manifest_if_the_metadata_can_not_be_loaded(s
     assert (report.objects, report.items) == (2, 0)
 
 
-# --- the manifest ---------------------------------------------------------------------------------------
+# --- the manifest --------------------------------------------------------------------------------------
 
 
 def set_field(**fields: Any) -> Callable[[dict[str, Any]], None]:
