@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import pickle
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -14,16 +14,11 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
     MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
 from dcp_s3 import errors
-from dcp_s3.format.blocks import Blocks, make_storage_info, pack_crcs
 from dcp_s3.load import assign as sharing
 from dcp_s3.load.assign import Assignment, SharedPart, SharedPiece, plan_sharing
 from dcp_s3.load.exchange import Exchange
@@ -33,68 +28,11 @@ from dcp_s3.load.plan import Box, find_stored
 from dcp_s3.load.read import LoadExecutor
 from dcp_s3.memory import crc64nvme
 from dcp_s3.torch_private import ReaderTransforms
-from tests.end_to_end.states import bits, random_tensor
-from tests.load.sources import URL, MemoryFetcher
+from tests.load.sources import BLOCK, KINDS, PATH, URL, Case, MemoryFetcher, cases, make_case
 
 pytestmark = pytest.mark.timeout(60)
 
 PIECE = 256
-BLOCK = 64
-PATH = "__0_0.distcp"
-DTYPES = [torch.uint8, torch.int16, torch.float32, torch.complex128]
-
-
-class Case(NamedTuple):
-    metadata: Metadata
-    stored: bytes
-    tensors: dict[str, torch.Tensor]
-    wants: list[list[tuple[str, Box]]]
-
-    @property
-    def plans(self) -> list[list[ReadItem]]:
-        def item(name: str, box: Box) -> ReadItem:
-            origin = torch.Size([0] * self.tensors[name].dim())
-            index = MetadataIndex(name, origin, 0)
-            return ReadItem(LoadItemType.TENSOR, index, origin, index, *map(torch.Size, box))
-
-        return [[item(*want) for want in wants] for wants in self.wants]
-
-
-def make_case(tensors: dict[str, torch.Tensor], wants: list[list[tuple[str, Box]]], gap: int = 30) -> Case:
-    stored = bytearray(b"\xee" * 5)
-    entries: dict[str, Any] = {}
-    infos: dict[MetadataIndex, Any] = {}
-    for name, tensor in tensors.items():
-        data = bits(tensor)
-        crcs = [crc64nvme(data[:end]) for end in range(BLOCK, len(data), BLOCK)]
-        index = MetadataIndex(name, torch.Size([0] * tensor.dim()), 0)
-        infos[index] = make_storage_info(
-            PATH, len(stored), gap + len(data) + 7, raw_offset=gap, crc64nvme=crc64nvme(data),
-            blocks=Blocks(BLOCK, pack_crcs(crcs), crc64nvme(data)),
-        )  # fmt: skip
-        chunk = ChunkStorageMetadata(torch.Size([0] * tensor.dim()), tensor.size())
-        entries[name] = TensorStorageMetadata(TensorProperties(tensor.dtype), tensor.size(), [chunk])
-        stored += b"\xdd" * gap + data + b"\xcc" * 7
-    return Case(Metadata(entries, storage_data=infos), bytes(stored), tensors, wants)
-
-
-@st.composite
-def cases(draw: st.DrawFn) -> Case:
-    """Up to 4 tensors of up to 3 dimensions and 20 KiB, needed by 2 to 5 ranks."""
-    tensors, boxes = {}, []
-    for number in range(draw(st.integers(1, 4))):
-        sizes = draw(st.lists(st.integers(1, 11), max_size=3))
-        dtype = draw(st.sampled_from(DTYPES))
-        name = f"t{number}"
-        tensors[name] = random_tensor(tuple(sizes), dtype, number)
-        for _ in range(draw(st.integers(1, 3))):
-            box = [draw(st.tuples(st.integers(0, size - 1), st.integers(1, size))) for size in sizes]
-            lengths = tuple(min(length, size - at) for (at, length), size in zip(box, sizes, strict=True))
-            boxes.append((name, Box(tuple(at for at, _ in box), lengths)))
-        boxes.append((name, Box((0,) * len(sizes), tuple(sizes))))
-    ranks = draw(st.integers(2, 5))
-    wants = [draw(st.lists(st.sampled_from(boxes), max_size=6)) for _ in range(ranks)]
-    return make_case(tensors, wants)
 
 
 @pytest.fixture(autouse=True)
@@ -233,29 +171,17 @@ def exchange(case: Case, targets: list[list[torch.Tensor]]) -> list[set[int]]:
     return finished
 
 
-@given(cases(), st.sampled_from(["same", "strided", "cast"]))
+@given(cases(), st.sampled_from(KINDS))
 def test_every_rank_gets_its_boxes(case: Case, kind: str) -> None:
     assignments = plan(case)
     if assignments is None:
         return
-
-    def target(name: str, box: Box) -> torch.Tensor:
-        dtype = torch.complex128 if kind == "cast" else case.tensors[name].dtype
-        if kind == "strided" and len(box.lengths) > 1:
-            return torch.zeros(box.lengths[::-1], dtype=dtype).permute(*reversed(range(len(box.lengths))))
-        return torch.zeros(box.lengths, dtype=dtype)
-
-    targets = [[target(*want) for want in wants] for wants in case.wants]
+    targets = [[case.target(want, kind) for want in wants] for wants in case.wants]
     finished = exchange(case, targets)
     assert finished == [shared_items(assignment) for assignment in assignments]
     for rank, numbers in enumerate(finished):
         for number in numbers:
-            name, box = case.wants[rank][number]
-            expected = case.tensors[name]
-            for dim, (offset, length) in enumerate(zip(*box, strict=True)):
-                expected = expected.narrow(dim, offset, length)
-            found = targets[rank][number]
-            assert torch.equal(found.nan_to_num(), expected.to(found.dtype).nan_to_num()), (rank, name, box)
+            case.check(case.wants[rank][number], targets[rank][number])
 
 
 def test_damage_at_rest_is_an_error_of_the_owner_and_damage_between_ranks_is_found() -> None:
