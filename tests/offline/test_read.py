@@ -31,7 +31,6 @@ from dcp_s3.format.blocks import make_storage_info
 from dcp_s3.format.metadata import load_metadata
 from dcp_s3.format.saved_entries import saved_entries
 from dcp_s3.memory import crc64nvme
-from dcp_s3.offline.names import new_names
 from tests.end_to_end.states import assert_same, bits, every_kind, random_tensor
 from tests.objects import separate_objects
 from tests.offline.conftest import save, save_sharded
@@ -174,17 +173,6 @@ def test_chunks_that_do_not_cover_the_tensor(
         dcp_s3.read_tensor(root, "x")
     if len(chunks) == 1:
         assert dcp_s3.read_tensor(root, "x", slice(0, 4)).tolist() == [1, 1, 1, 1]
-
-
-def test_rules_that_cannot_be_meant() -> None:
-    for rules, message in (
-        ({"modle": ""}, r"'modle' matches no name. The closest of 2: 'model.[ab]'"),
-        ({"[ab]$": "x"}, "'model.a' and 'model.b' would both be called 'model.x'"),
-        ({"(": ""}, "cannot rename: missing"),
-        ({"a": r"\2"}, "cannot rename: invalid group reference"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            new_names(["model.a", "model.b"], rules)
 
 
 # --- describe ------------------------------------------------------------------------------------------

@@ -11,8 +11,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard
 
 import dcp_s3
 from benchmarks.measure import measure
@@ -23,7 +22,7 @@ from dcp_s3.offline import export
 from dcp_s3.offline import place as places
 from dcp_s3.offline.copy import copy as download
 from tests.end_to_end.loads import failure, load
-from tests.end_to_end.states import assert_same, blank, random_tensor
+from tests.end_to_end.states import assert_same, blank, distribute, random_tensor
 from tests.memory_s3 import fetch_counters, reset_counters
 from tests.offline.conftest import Saved, as_file, model, read, save, save_sharded
 from tests.ranks import run_ranks
@@ -150,38 +149,33 @@ def test_a_file_that_is_replaced_while_it_is_read(weights: Callable[..., str], m
 
 # --- ranks ---------------------------------------------------------------------------------------------
 
-LAYERS = 6
-MESHES: list[tuple[tuple[int, ...], list[Any], list[Any]]] = [  # shape; placements of columns, of rows
-    ((4,), [Shard(0)], [Shard(0)]),
-    ((4,), [Shard(1)], [Shard(0)]),
-    ((2, 2), [Shard(0), Shard(1)], [Shard(0), Shard(0)]),
-    ((2, 2), [Replicate(), Shard(0)], [Replicate(), Shard(0)]),
+MESHES: list[tuple[list[Any], list[Any]]] = [  # placements of columns, of rows
+    ([Shard(0)], [Shard(0)]),
+    ([Shard(1)], [Shard(0)]),
+    ([Shard(0), Shard(1)], [Shard(0), Shard(0)]),
+    ([Replicate(), Shard(0)], [Replicate(), Shard(0)]),
 ]
 
 
 def llm() -> dict[str, torch.Tensor]:
     found = {"embed": random_tensor((1000, 256), torch.bfloat16, 1), "norm": random_tensor((256,), torch.bfloat16, 2)}
-    for layer in range(LAYERS):
-        found[f"layers.{layer}.up"] = random_tensor((1024, 256), torch.bfloat16, 10 + layer)
-        found[f"layers.{layer}.down"] = random_tensor((256, 1024), torch.bfloat16, 20 + layer)
-        found[f"layers.{layer}.scale"] = random_tensor((16,), torch.float32, 30 + layer)
+    for layer in range(6):
+        found[f"{layer}.up"] = random_tensor((1024, 256), torch.bfloat16, 10 + layer)
+        found[f"{layer}.down"] = random_tensor((256, 1024), torch.bfloat16, 20 + layer)
+        found[f"{layer}.scale"] = random_tensor((16,), torch.float32, 30 + layer)
     return found
 
 
-def local(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {fqn: each.to_local() if isinstance(each, DTensor) else each for fqn, each in state.items()}
-
-
 def load_on_meshes(url: str) -> None:
-    for shape, columns, rows in MESHES:
-        mesh, expected = init_device_mesh("cpu", shape), llm()
+    for columns, rows in MESHES:
+        expected = llm()
         for fqn, tensor in expected.items():
             if tensor.ndim == 2:
-                placements = columns if fqn.endswith("down") else rows
-                expected[fqn] = distribute_tensor(tensor, mesh, placements, src_data_rank=None)
+                expected[fqn] = distribute(tensor, *(columns if fqn.endswith("down") else rows))
         state = {fqn: torch.zeros_like(tensor) for fqn, tensor in expected.items()}
         dcp_s3.load_safetensors(url, state)
-        assert_same(local(state), local(expected))
+        found, wanted = ([getattr(each, "_local_tensor", each) for each in of.values()] for of in (state, expected))
+        assert_same(found, wanted)
 
 
 def test_each_rank_gets_its_part_and_bytes_are_fetched_once(weights: Callable[..., str], s3_env: Any) -> None:
@@ -371,6 +365,9 @@ def test_attachments_become_files(root: str, place: Place) -> None:
         ({"include": ["step"]}, errors.WeightsError, "no tensor to export"),
         ({"rename": {"modle": ""}}, errors.WeightsError, r"'modle' matches no name.*'model\.[ab]'"),
         ({"rename": {r"model\.a": "__metadata__"}}, errors.WeightsError, "__metadata__"),
+        ({"rename": {"[ab]$": "x"}}, errors.WeightsError, "'model.a' and 'model.b' would both be called 'model.x'"),
+        ({"rename": {"(": ""}}, errors.WeightsError, "cannot rename: missing"),
+        ({"rename": {"a": r"\2"}}, errors.WeightsError, "cannot rename: invalid group reference"),
         ({}, errors.WeightsError, r"no dtype for 'odd', which is torch\.complex128"),
         ({"dtype": "bf61"}, errors.WeightsError, "'bf61' is no floating-point type: expected bf16"),
         ({"max_shard_size": "5 apples"}, errors.WeightsError, "max_shard_size = '5 apples'"),
