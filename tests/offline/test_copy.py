@@ -171,19 +171,11 @@ def _copy_in_a_process(environment: Mapping[str, str], output: Path) -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="relies on Linux's signals")
 @pytest.mark.parametrize("applied", [False, True], ids=["not_applied", "applied"])
-@pytest.mark.parametrize(
-    ("operation", "count", "key"),
-    [
-        ("CopyObject", 2, ""),
-        ("UploadPartCopy", 2, ""),
-        ("CompleteMultipartUpload", 1, ""),
-        ("PutObject", 1, ".metadata"),
-    ],
-)
+@pytest.mark.parametrize("operation", ["CopyObject", "UploadPartCopy", "CompleteMultipartUpload", "PutObject"])
 def test_after_a_kill_a_second_run_finishes(
-    operation: str, count: int, key: str, applied: bool, faulty: FaultyServer, s3_of: Any, tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+    operation: str, applied: bool, faulty: FaultyServer, s3_of: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    count, key = 2 if "Copy" in operation else 1, ".metadata" if operation == "PutObject" else ""
     monkeypatch.setattr(multipart, "COPIED_PART_SIZE", MIN_PART_SIZE)
     tensor = save_large(_URL)
     close_clients()  # or this process would be connected while it waits for quiet
@@ -203,12 +195,17 @@ def test_after_a_kill_a_second_run_finishes(
     assert get(s3_of, _COPY, ".metadata") == get(s3_of, _URL, ".metadata")
 
 
-def _put_foreign(s3: Any, url: str, directory: Path, value: float) -> None:
+def _put_foreign(s3: Any, url: str, directory: Path, value: float, *, save_id: bool = False) -> Path:
     tensors = {name: torch.full((10,), value) for name in "abcd"}
     writer = dcp.FileSystemWriter(directory, single_file_per_rank=False, overwrite=True)
     dcp.save(tensors, storage_writer=writer, no_dist=True)
+    if not save_id:  # as torch saved before 2.3: ``.metadata`` is the same for all values
+        metadata = pickle.loads((directory / ".metadata").read_bytes())
+        metadata.storage_meta = None
+        (directory / ".metadata").write_bytes(pickle.dumps(metadata))
     for file in directory.iterdir():
         put(s3, url, file.name, file.read_bytes())
+    return directory
 
 
 def _values(reader: Any) -> set[float]:
@@ -221,15 +218,14 @@ def _values(reader: Any) -> set[float]:
 def test_a_copy_is_never_of_two_saves(
     faulty: FaultyServer, s3_of: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, to_directory: bool
 ) -> None:
-    (tmp_path / "torch").mkdir()
-    _put_foreign(s3_of, _URL, tmp_path / "torch", 1.0)
+    _put_foreign(s3_of, _URL, tmp_path / "torch", 1.0, save_id=True)
     destination = tmp_path / "copy" if to_directory else _COPY
     move = S3Store.map
 
     def move_before(self: S3Store, function: Any, items: Any) -> Any:
         found = move(self, function, items)
         if items:
-            _put_foreign(s3_of, _URL, tmp_path / "torch", 2.0)
+            _put_foreign(s3_of, _URL, tmp_path / "torch", 2.0, save_id=True)
         return found
 
     monkeypatch.setattr(S3Store, "map", move_before)
@@ -242,22 +238,11 @@ def test_a_copy_is_never_of_two_saves(
     assert _values(dcp.FileSystemReader(destination) if to_directory else S3StorageReader(_COPY)) == {2.0}
 
 
-def _put_without_save_id(s3: Any, url: str, directory: Path, value: float) -> Path:
-    """As torch saved before 2.3: ``.metadata`` is the same for all values."""
-    directory.mkdir()
-    _put_foreign(s3, url, directory, value)
-    metadata = pickle.loads((directory / ".metadata").read_bytes())
-    metadata.storage_meta = None
-    (directory / ".metadata").write_bytes(pickle.dumps(metadata))
-    put(s3, url, ".metadata", (directory / ".metadata").read_bytes())
-    return directory
-
-
 def test_another_save_with_the_same_metadata_is_not_overwritten(
     faulty: FaultyServer, s3_of: Any, tmp_path: Path
 ) -> None:
-    _put_without_save_id(s3_of, _URL, tmp_path / "1", 1.0)
-    there = _put_without_save_id(s3_of, _COPY, tmp_path / "2", 2.0)
+    _put_foreign(s3_of, _URL, tmp_path / "1", 1.0)
+    there = _put_foreign(s3_of, _COPY, tmp_path / "2", 2.0)
     for destination in (_COPY, there):
         with pytest.raises(errors.CheckpointExistsError):
             copy(_URL, destination)
@@ -273,14 +258,14 @@ def test_a_good_copy_is_recognized_without_checksums_of_the_store(
     monkeypatch.setattr("dcp_s3.offline.copy.BLOCK", 100)  # larger ones are not compared whole
     head = S3Store.head
     monkeypatch.setattr(S3Store, "head", lambda self, key, **_: head(self, key))
-    _put_without_save_id(s3_of, _URL, tmp_path / "1", 1.0)
+    _put_foreign(s3_of, _URL, tmp_path / "1", 1.0)
     copy(_URL, _COPY)
     faulty.once("CopyObject", Fault.error(403, "AccessDenied"))
     assert copy(_URL, _COPY).moved == 0
     assert _values(S3StorageReader(_COPY)) == {1.0}
     faulty.rule = lambda _: None
     delete(s3_of, _COPY, ".metadata")  # what is there may be of another save then
-    _put_without_save_id(s3_of, _URL, tmp_path / "2", 2.0)
+    _put_foreign(s3_of, _URL, tmp_path / "2", 2.0)
     copy(_URL, _COPY)
     assert _values(S3StorageReader(_COPY)) == {2.0}
 
