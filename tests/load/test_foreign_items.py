@@ -29,7 +29,7 @@ from tests.archives import records_of, rewritten, saved
 from tests.end_to_end import loads
 from tests.end_to_end.loads import failure
 from tests.end_to_end.states import DTYPES, assert_same, blank, random_tensor
-from tests.format.test_tensors import WRITERS
+from tests.format.test_stored import WRITERS
 from tests.retention.making import put
 from tests.servers import S3Server
 
