@@ -91,27 +91,26 @@ def test_what_is_allowed_is_harmless(known: str) -> None:
     assert refused > len(cases)
 
 
-@pytest.mark.parametrize(
-    "opcodes",
-    [
-        call("tests.hostile", "trip"),
-        b"(" + text("x") + b"itests.hostile\ntrip\n",
-        b"(" + name("tests.hostile", "trip") + b"o",
-        name("tests", "hostile.trip") + b")R",
-        text("tests.hostile") + text("trip") + b"\x93)R",
-        text("torch") + text("nn.functional.torch.load") + b"\x93)R",
-        name("builtins", "getattr") + name("builtins", "list") + text("__class__") + b"\x86R",
-        call("builtins", "__import__", text("os")),
-        call("subprocess", "Popen", text("true")),
-        name("torch.serialization", "load"),
-        name("torch.distributed.checkpoint.metadata", "os.system"),
-        name("torch._utils", "sys.modules"),
-        call("torch", "serialization._get_layout", text("torch.strided")),
-        b"\x82\x01",
-        b"Pid\n",
-        text("id") + b"Q",
-    ],
-)
+FORBIDDEN = [
+    call("tests.hostile", "trip"),
+    b"(" + text("x") + b"itests.hostile\ntrip\n",
+    b"(" + name("tests.hostile", "trip") + b"o",
+    name("tests", "hostile.trip") + b")R",
+    text("tests.hostile") + text("trip") + b"\x93)R",
+    text("torch") + text("nn.functional.torch.load") + b"\x93)R",
+    name("builtins", "getattr") + name("builtins", "list") + text("__class__") + b"\x86R",
+    call("builtins", "__import__", text("os")),
+    call("subprocess", "Popen", text("true")),
+    name("torch.serialization", "load"),
+    name("torch.distributed.checkpoint.metadata", "os.system"),
+    name("torch._utils", "sys.modules"),
+    b"\x82\x01",
+    b"Pid\n",
+    text("id") + b"Q",
+]
+
+
+@pytest.mark.parametrize("opcodes", [*FORBIDDEN, call("torch", "serialization._get_layout", text("torch.strided"))])
 def test_no_other_global(opcodes: bytes) -> None:
     for data in (stream(opcodes), metadata_with(opcodes)):
         with pytest.raises(REFUSED) as refused:
@@ -121,7 +120,7 @@ def test_no_other_global(opcodes: bytes) -> None:
             assert "names the global tests.hostile.trip" in str(refused.value)
 
 
-# --- fields ---------------------------------------------------------------------------------------------
+# --- fields --------------------------------------------------------------------------------------------
 
 WRONG: dict[str, Any] = {
     "None": None, "an int": 7, "negative": -1, "huge": 2**70, "a bool": True, "a float": 0.5, "text": "../x",
@@ -143,18 +142,21 @@ OTHERS = [
 ]  # fmt: skip
 
 
+def owners(metadata: Any) -> dict[str, Any]:
+    index, info = next(iter(metadata.storage_data.items()))
+    tensor = metadata.state_dict_metadata["w"]
+    return {
+        "metadata": metadata, "tensor": tensor, "chunk": tensor.chunks[0], "properties": tensor.properties,
+        "info": info, "index": index, "meta": metadata.storage_meta,
+    }  # fmt: skip
+
+
 @pytest.mark.parametrize("field", [*RIGHT, *OTHERS])
 def test_wrong_types(field: str) -> None:
     owner, _, attribute = field.partition(".")
     for wrong, value in WRONG.items():
         metadata = make_metadata()
-        index, info = next(iter((metadata.storage_data or {}).items()))
-        tensor: Any = metadata.state_dict_metadata["w"]
-        owners = {
-            "metadata": metadata, "tensor": tensor, "chunk": tensor.chunks[1], "properties": tensor.properties,
-            "info": info, "index": index, "meta": metadata.storage_meta,
-        }  # fmt: skip
-        vars(owners[owner])[attribute] = value
+        vars(owners(metadata)[owner])[attribute] = value
         data = pickle.dumps(metadata)
         if wrong in RIGHT.get(field, ()):
             assert isinstance(decode_metadata(seal(io.BytesIO(data))), Metadata)
@@ -195,32 +197,21 @@ def test_properties_without_a_dtype() -> None:
         decode_metadata(data.getvalue())
 
 
-def test_chunks_outside_of_their_tensor_and_shapes_that_no_memory_holds() -> None:
-    for offsets, sizes in (
-        ((0,), (2,)), ((0, 0, 0), (2, 2, 1)), ((0, -1), (2, 2)), ((3, 0), (2, 2)), ((0, 0), (5, 2)),
-        ((2**62, 0), (2**62, 2)), (None, None),
-    ):  # fmt: skip
-        metadata = make_metadata()
-        saved: Any = metadata.state_dict_metadata["w"]
-        if offsets is None:
-            saved.size = torch.Size([2**40, 2**40])
-        else:
-            saved.chunks[0].offsets, saved.chunks[0].sizes = torch.Size(offsets), torch.Size(sizes)
-        with pytest.raises(CorruptCheckpointError, match="'w'"):
-            decode_metadata(pickle.dumps(metadata))
-
-
-def test_impossible_ranges_and_paths_out_of_the_checkpoint() -> None:
+def test_impossible_chunks_shapes_and_ranges_and_paths_out_of_the_checkpoint() -> None:
+    chunks = [((0,), (2,)), ((0, 0, 0), (2, 2, 1)), ((0, -1), (2, 2)), ((3, 0), (2, 2)), ((0, 0), (5, 2)),
+              ((2**62, 0), (2**62, 2))]  # fmt: skip
     ranges = [(-1, 5), (0, -5), (2**63, 1), (0, 2**45), (-(2**70), 2**70)]
     paths = ["..", "../x", "a/..", "a/../../x", "/x", "//x", "", "a\0b", "\0", "..\\x", "a\\..\\..\\x", "\\x", "C:\\x",
              "s3://other/x", "http://169.254.0.1/x", "a\nb", "a\x7fb", "\ud800"]  # fmt: skip
-    cases: list[tuple[dict[str, Any], type[Exception]]] = [
-        *(({"offset": offset, "length": length}, CorruptCheckpointError) for offset, length in ranges),
-        *(({"relative_path": path}, UnsafeMetadataError) for path in paths),
+    cases: list[tuple[str, dict[str, Any], type[Exception]]] = [
+        ("tensor", {"size": torch.Size([2**40, 2**40])}, CorruptCheckpointError),  # which no memory holds
+        *(("chunk", {"offsets": torch.Size(at), "sizes": torch.Size(of)}, CorruptCheckpointError) for at, of in chunks),
+        *(("info", {"offset": offset, "length": length}, CorruptCheckpointError) for offset, length in ranges),
+        *(("info", {"relative_path": path}, UnsafeMetadataError) for path in paths),
     ]
-    for fields, error in cases:
+    for owner, fields, error in cases:
         metadata = make_metadata()
-        vars(next(iter((metadata.storage_data or {}).values()))).update(fields)
+        vars(owners(metadata)[owner]).update(fields)
         with pytest.raises(error, match="'w'"):
             decode_metadata(pickle.dumps(metadata))
 
@@ -244,7 +235,7 @@ def test_mutated_metadata(data: bytes) -> None:
     assert not hostile.was_tripped()
 
 
-# --- what planners add ----------------------------------------------------------------------------------
+# --- what planners add ---------------------------------------------------------------------------------
 
 
 def test_depth_counts_what_occurs_often_wherever_it_is() -> None:
@@ -292,23 +283,24 @@ def test_no_class_is_left_in_it_and_none_is_changed(opcodes: bytes) -> None:
         decode_metadata(metadata_with(opcodes))
 
 
-def _parts_of(metadata: Any) -> list[Any]:
-    entries, items = metadata.state_dict_metadata, metadata.storage_data
-    return [metadata, *entries.values(), entries["w"].chunks[0], *items, *items.values(), metadata.storage_meta]
-
-
 def test_attributes_that_newer_torch_may_add_are_kept_and_checked() -> None:
+    def parts_of(metadata: Any) -> list[Any]:
+        return [vars(each) for name, each in owners(metadata).items() if name != "properties"] + [
+            vars(metadata.state_dict_metadata["x"])
+        ]
+
     metadata = make_metadata()
-    for owner in _parts_of(metadata):
-        vars(owner)["newer"] = {"kind": torch.channels_last, "path": [("a", 1), OrderedDict(b={2})]}
+    newer = {"kind": torch.channels_last, "path": [("a", 1), OrderedDict(b={2})]}
+    for owner in parts_of(metadata):
+        owner["newer"] = newer
     found = decode_metadata(pickle.dumps(metadata))
     assert repr(found) == repr(metadata)
-    assert [vars(each)["newer"] for each in _parts_of(found)] == [vars(each)["newer"] for each in _parts_of(metadata)]
-    for owner in _parts_of(metadata):
-        vars(owner)["newer"] = torch.Size
+    assert [owner["newer"] for owner in parts_of(found)] == [newer] * 7
+    for owner in parts_of(metadata):
+        owner["newer"] = torch.Size
         with pytest.raises(CorruptCheckpointError):
             decode_metadata(pickle.dumps(metadata))
-        del vars(owner)["newer"]
+        del owner["newer"]
 
 
 def test_items_do_not_lie_at_the_same_bytes() -> None:

@@ -31,7 +31,7 @@ from dcp_s3.format import safe_items
 from dcp_s3.format.safe_items import check_item, warn_of_unsafe_item
 from tests import hostile
 from tests.end_to_end.loads import failure, load
-from tests.hostile import archive, call, name, plain, save, stream, text
+from tests.hostile import archive, call, decode_item, name, plain, save, stream, text
 
 pytestmark = pytest.mark.servers("memory")
 
@@ -122,13 +122,6 @@ def same(found: Any, expected: Any) -> bool:
     return repr(found) == repr(expected)
 
 
-def decode(data: bytes) -> Any:
-    found = io.BytesIO(data)
-    check_item(found, fqn="x", url=hostile.URL, verified=True)
-    assert found.tell() == 0
-    return torch.load(found, weights_only=False)
-
-
 @pytest.mark.filterwarnings("ignore:TypedStorage is deprecated:UserWarning")
 def test_a_state_of_all_of_them_loads_and_the_save_is_silent(root: str, caplog: pytest.LogCaptureFixture) -> None:
     # A tuple is one entry; of lists and dicts DCP makes an entry for each item.
@@ -200,20 +193,20 @@ def test_a_save_warns_of_what_a_load_refuses(label: str, caplog: pytest.LogCaptu
     assert reason in record.getMessage()
     assert "weights_only=False" in record.getMessage()
     with pytest.raises(errors.UnsafeItemError) as refused:
-        decode(data)
+        decode_item(data)
     assert reason in str(refused.value)
 
 
 def test_what_the_user_allows_may_hold_them() -> None:
     value = {"job": Config([np.arange(3), datetime.date(2020, 1, 1), Config(3)])}
     with pytest.raises(errors.UnsafeItemError, match="Config"):
-        decode(save(value))
+        decode_item(save(value))
     with torch.serialization.safe_globals([Config]):
-        assert same(decode(save(value)), value)
+        assert same(decode_item(save(value)), value)
     with torch.serialization.safe_globals([(Config, f"{__name__}.Config")]):
-        assert same(decode(save(value)), value)
+        assert same(decode_item(save(value)), value)
     with torch.serialization.safe_globals([Config, Colour]):
-        assert decode(save((Colour.RED, np.ones(1))))[0] is Colour.RED
+        assert decode_item(save((Colour.RED, np.ones(1))))[0] is Colour.RED
 
 
 _KEPT = Config(0)
@@ -226,7 +219,7 @@ def always_the_same(*_: Any) -> Config:
 def test_what_an_allowed_function_gives_is_not_changed() -> None:
     changed = archive(stream(call(__name__, "always_the_same") + plain({"value": 1}) + b"b"))
     with torch.serialization.safe_globals([always_the_same]), pytest.raises(errors.UnsafeItemError):
-        decode(changed)
+        decode_item(changed)
     assert _KEPT.value == 0
 
 
@@ -248,7 +241,7 @@ def test_a_class_is_refused_and_both_remedies_work(root: str, checksum: str) -> 
     assert load(target(), root, weights_only=False)["job"]["config"].value == 7
 
 
-# --- when saving ----------------------------------------------------------------------------------------
+# --- when saving ---------------------------------------------------------------------------------------
 
 
 def test_a_save_says_once_what_a_load_will_need(root: str, caplog: pytest.LogCaptureFixture) -> None:
@@ -299,9 +292,9 @@ def _with_entry(name: str, content: bytes) -> bytes:
 def test_what_torch_would_load_is_what_is_checked() -> None:
     """torch.load gives an archive with constants.pkl to torch.jit.load, and its reader ignores case."""
     with pytest.raises(errors.UnsafeItemError, match="TorchScript"):
-        decode(_with_entry("constants.pkl", b"x"))
+        decode_item(_with_entry("constants.pkl", b"x"))
     trip = stream(call("tests.hostile", "trip"))
     for name_, content in (("DATA.pkl", trip), ("Data.pkl", trip), ("Data/0", b"x"), ("DATA/0", bytes(12))):
         with contextlib.suppress(errors.UnsafeItemError):
-            assert decode(_with_entry(name_, content))["a"] == 1
+            assert decode_item(_with_entry(name_, content))["a"] == 1
         assert not hostile.was_tripped()

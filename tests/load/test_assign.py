@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import pickle
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -14,16 +14,11 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
     MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
 from dcp_s3 import errors
-from dcp_s3.format.blocks import Blocks, make_storage_info, pack_crcs
 from dcp_s3.load import assign as sharing
 from dcp_s3.load.assign import Assignment, SharedPart, SharedPiece, plan_sharing
 from dcp_s3.load.exchange import Exchange
@@ -33,70 +28,11 @@ from dcp_s3.load.plan import Box, find_stored
 from dcp_s3.load.read import LoadExecutor
 from dcp_s3.memory import crc64nvme
 from dcp_s3.torch_private import ReaderTransforms
-from tests.load.sources import URL, MemoryFetcher
+from tests.load.sources import BLOCK, KINDS, PATH, URL, Case, MemoryFetcher, cases, make_case
 
 pytestmark = pytest.mark.timeout(60)
 
 PIECE = 256
-BLOCK = 64
-PATH = "__0_0.distcp"
-DTYPES = [torch.uint8, torch.int16, torch.float32, torch.complex128]
-
-
-class Case(NamedTuple):
-    metadata: Metadata
-    stored: bytes
-    tensors: dict[str, torch.Tensor]
-    wants: list[list[tuple[str, Box]]]
-
-    @property
-    def plans(self) -> list[list[ReadItem]]:
-        def item(name: str, box: Box) -> ReadItem:
-            origin = torch.Size([0] * self.tensors[name].dim())
-            index = MetadataIndex(name, origin, 0)
-            return ReadItem(LoadItemType.TENSOR, index, origin, index, *map(torch.Size, box))
-
-        return [[item(*want) for want in wants] for wants in self.wants]
-
-
-def make_case(tensors: dict[str, torch.Tensor], wants: list[list[tuple[str, Box]]], gap: int = 30) -> Case:
-    stored = bytearray(b"\xee" * 5)
-    entries: dict[str, Any] = {}
-    infos: dict[MetadataIndex, Any] = {}
-    for name, tensor in tensors.items():
-        data = bytes(tensor.reshape(-1).view(torch.uint8).numpy()) if tensor.numel() else b""
-        crcs = [crc64nvme(data[:end]) for end in range(BLOCK, len(data), BLOCK)]
-        index = MetadataIndex(name, torch.Size([0] * tensor.dim()), 0)
-        infos[index] = make_storage_info(
-            PATH, len(stored), gap + len(data) + 7, raw_offset=gap, crc64nvme=crc64nvme(data),
-            blocks=Blocks(BLOCK, pack_crcs(crcs), crc64nvme(data)),
-        )  # fmt: skip
-        chunk = ChunkStorageMetadata(torch.Size([0] * tensor.dim()), tensor.size())
-        entries[name] = TensorStorageMetadata(TensorProperties(tensor.dtype), tensor.size(), [chunk])
-        stored += b"\xdd" * gap + data + b"\xcc" * 7
-    return Case(Metadata(entries, storage_data=infos), bytes(stored), tensors, wants)
-
-
-@st.composite
-def cases(draw: st.DrawFn) -> Case:
-    """Up to 4 tensors of up to 3 dimensions and 20 KiB, needed by 2 to 5 ranks."""
-    tensors, boxes = {}, []
-    for number in range(draw(st.integers(1, 4))):
-        sizes = draw(st.lists(st.integers(1, 11), max_size=3))
-        dtype = draw(st.sampled_from(DTYPES))
-        count = torch.Size(sizes).numel() * dtype.itemsize
-        generator = torch.Generator().manual_seed(number)
-        data = torch.randint(0, 256, (count,), generator=generator, dtype=torch.uint8)
-        name = f"t{number}"
-        tensors[name] = data.view(dtype).view(sizes)
-        for _ in range(draw(st.integers(1, 3))):
-            box = [draw(st.tuples(st.integers(0, size - 1), st.integers(1, size))) for size in sizes]
-            lengths = tuple(min(length, size - at) for (at, length), size in zip(box, sizes, strict=True))
-            boxes.append((name, Box(tuple(at for at, _ in box), lengths)))
-        boxes.append((name, Box((0,) * len(sizes), tuple(sizes))))
-    ranks = draw(st.integers(2, 5))
-    wants = [draw(st.lists(st.sampled_from(boxes), max_size=6)) for _ in range(ranks)]
-    return make_case(tensors, wants)
 
 
 @pytest.fixture(autouse=True)
@@ -110,7 +46,7 @@ def plan(case: Case) -> list[Assignment] | None:
     return plan_sharing(case.metadata, case.plans, max_piece=PIECE, max_gap=0)
 
 
-# --- who fetches what --------------------------------------------------------------------------------
+# --- who fetches what ----------------------------------------------------------------------------------
 
 
 @given(cases(), st.integers(1, 3))
@@ -195,28 +131,27 @@ def test_ranks_that_read_different_metadata_do_not_load() -> None:
         choose_group(_offers(0) + _offers(1, 2, version=2), URL)
 
 
-# --- the bytes themselves ----------------------------------------------------------------------------
+# --- the bytes themselves ------------------------------------------------------------------------------
 
 
-def exchange(
-    case: Case,
-    targets: list[list[torch.Tensor]],
-    stored: bytes | None = None,
-) -> list[list[bool]]:
-    """Carry out the assignments: what each rank's shared items are loaded into. True where an item was finished."""
-    fetcher = MemoryFetcher({PATH: case.stored if stored is None else stored})
+def shared_items(assignment: Assignment) -> set[int]:
+    return {number for piece in assignment.pieces for part in piece.parts for number in part.items}
+
+
+def exchange(case: Case, targets: list[list[torch.Tensor]]) -> list[set[int]]:
+    """Carry out the assignments: what each rank's shared items are loaded into. Returns those that were finished."""
+    fetcher = MemoryFetcher({PATH: case.stored})
     executor = LoadExecutor(fetcher, case.metadata, ReaderTransforms(None))
     assignments = plan(case)
     assert assignments is not None
-    finished = [[False] * len(plan) for plan in case.plans]
+    finished: list[set[int]] = [set() for _ in case.plans]
     pieces: list[dict[int, Piece]] = []
     for rank, assignment in enumerate(assignments):
-        shared = {number for piece in assignment.pieces for part in piece.parts for number in part.items}
         planner = mock.Mock(resolve_tensor=mock.Mock(side_effect=targets[rank]))
-        made, _ = executor.prepare(case.plans[rank], planner, shared)
+        made, _ = executor.prepare(case.plans[rank], planner, shared_items(assignment))
 
         def note(transfer: Any, rank: int = rank, made: Any = made) -> None:
-            finished[rank][made.index(transfer)] = True
+            finished[rank].add(made.index(transfer))
 
         pieces.append({piece.number: Piece(piece, dict(enumerate(made)), note, URL) for piece in assignment.pieces})
     for owner, assignment in enumerate(assignments):
@@ -236,46 +171,25 @@ def exchange(
     return finished
 
 
-@given(cases(), st.sampled_from(["same", "strided", "cast"]))
+@given(cases(), st.sampled_from(KINDS))
 def test_every_rank_gets_its_boxes(case: Case, kind: str) -> None:
     assignments = plan(case)
     if assignments is None:
         return
-    targets: list[list[torch.Tensor]] = []
-    for wants in case.wants:
-        row = []
-        for name, box in wants:
-            dtype = case.tensors[name].dtype
-            if kind == "cast":
-                dtype = torch.complex128
-            target = torch.zeros(box.lengths, dtype=dtype)
-            if kind == "strided" and target.dim() > 1:
-                target = torch.zeros(box.lengths[::-1], dtype=dtype).permute(*reversed(range(target.dim())))
-            row.append(target)
-        targets.append(row)
+    targets = [[case.target(want, kind) for want in wants] for wants in case.wants]
     finished = exchange(case, targets)
-    for rank, assignment in enumerate(assignments):
-        shared = {number for piece in assignment.pieces for part in piece.parts for number in part.items}
-        assert finished[rank] == [number in shared for number in range(len(case.wants[rank]))]
-        for number in shared:
-            name, box = case.wants[rank][number]
-            expected = case.tensors[name]
-            for dim, (offset, length) in enumerate(zip(box.offsets, box.lengths, strict=True)):
-                expected = expected.narrow(dim, offset, length)
-            found = targets[rank][number]
-            assert torch.equal(found.nan_to_num(), expected.to(found.dtype).nan_to_num()), (rank, name, box)
+    assert finished == [shared_items(assignment) for assignment in assignments]
+    for rank, numbers in enumerate(finished):
+        for number in numbers:
+            case.check(case.wants[rank][number], targets[rank][number])
 
 
-def test_damage_at_rest_is_an_error_of_the_owner() -> None:
-    case = make_case({"t": _tensor(100)}, [[("t", Box((0,), (100,)))]] * 2)
-    damaged = bytearray(case.stored)
-    damaged[200] ^= 1
-    with pytest.raises(errors.CorruptCheckpointError, match=r"'t' in s3://bucket/run: bytes .* of __0_0.distcp"):
-        exchange(case, [[torch.zeros(100)], [torch.zeros(100)]], bytes(damaged))
-
-
-def test_damage_between_ranks_is_found() -> None:
+def test_damage_at_rest_is_an_error_of_the_owner_and_damage_between_ranks_is_found() -> None:
     case = make_case({"t": _tensor(40)}, [[("t", Box((0,), (40,)))]] * 2)
+    damaged = bytearray(case.stored)
+    damaged[100] ^= 1
+    with pytest.raises(errors.CorruptCheckpointError, match=r"'t' in s3://bucket/run: bytes .* of __0_0.distcp"):
+        exchange(case._replace(stored=bytes(damaged)), [[torch.zeros(40)], [torch.zeros(40)]])
     with (
         mock.patch.object(Piece, "message", return_value=(torch.ones(160, dtype=torch.uint8), crc64nvme(b"other"))),
         pytest.raises(errors.PeerReadError, match="damaged on its way from rank 0") as caught,

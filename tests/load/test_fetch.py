@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import math
 import random
 import threading
 import time
@@ -20,22 +19,13 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
 from dcp_s3 import errors
-from dcp_s3.format.blocks import Blocks, Range, cuts_between, make_storage_info, pack_crcs
+from dcp_s3.format.blocks import Range, make_storage_info
 from dcp_s3.load.items import Transfer
-from dcp_s3.load.plan import Box, ReadRequest, StoredChunk, halve, plan_requests, ranges_of_box
+from dcp_s3.load.plan import Box, ReadRequest, StoredChunk, halve, plan_requests
+from dcp_s3.load.read import LoadExecutor
 from dcp_s3.memory import crc64nvme, view_bytes
-from tests.load.sources import URL, MemoryFetcher
-
-_BLOCK = 64
-
-
-@st.composite
-def boxes_in(draw: st.DrawFn, sizes: tuple[int, ...]) -> Box:
-    offsets = tuple(draw(st.integers(0, max(0, size - 1))) for size in sizes)
-    return Box(offsets, tuple(draw(st.integers(0, n - o)) for n, o in zip(sizes, offsets, strict=True)))
-
-
-_PATH = "__0_0.distcp"
+from dcp_s3.torch_private import ReaderTransforms
+from tests.load.sources import KINDS, PATH, URL, Case, MemoryFetcher, cases, make_case
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -45,53 +35,20 @@ def _runs_of_a_few_bytes_are_long() -> Iterator[None]:
         yield
 
 
-class Placed:
-    """A saved chunk, a box of it, and a tensor to load that into."""
-
-    def __init__(self, chunk: torch.Tensor, start: int, box: Box, kind: str) -> None:
-        self.chunk, self.start, self.box = chunk, start, box
-        self.expected = chunk
-        for dim, (offset, length) in enumerate(zip(*box, strict=True)):
-            self.expected = self.expected.narrow(dim, offset, length)
-        if kind == "cast":
-            self.expected = self.expected.to(torch.float64)
-        self.target = torch.zeros_like(self.expected, memory_format=torch.contiguous_format)
-        if kind == "strided" and self.target.dim():
-            self.target = torch.zeros(*self.target.shape, 2, dtype=self.target.dtype)[..., 1]
-
-    def transfer(self, *, checked: bool, max_gap: int) -> Transfer:
-        data = bytes(view_bytes(self.chunk.contiguous()))
-        blocks = None
-        if checked and data:
-            cuts = cuts_between(0, len(data), _BLOCK)
-            blocks = Blocks(_BLOCK, pack_crcs(crc64nvme(data[:cut]) for cut in cuts), crc64nvme(data))
-        sizes, dtype = self.chunk.shape, self.chunk.dtype
-        ranges = ranges_of_box(sizes, self.box, dtype.itemsize, blocks=blocks, max_gap=max_gap)
-        index = MetadataIndex("w", sizes)
-        offsets, lengths = map(torch.Size, self.box)
-        item = ReadItem(LoadItemType.TENSOR, index, offsets, index, offsets, lengths)
-        stored = StoredChunk(
-            make_storage_info(_PATH, self.start, len(data)), self.start, len(data), sizes, dtype, False
-        )
-        return Transfer(item, stored, self.target, ranges, self.target, box=self.box)
+def transfers_of(case: Case, kind: str, *, max_gap: int = 0) -> list[Transfer]:
+    """Of all that is wanted."""
+    targets = [case.target(want, kind) for wants in case.wants for want in wants]
+    planner = mock.Mock(resolve_tensor=mock.Mock(side_effect=targets))
+    executor = LoadExecutor(MemoryFetcher({}), case.metadata, ReaderTransforms(None))
+    with mock.patch("dcp_s3.load.read.READ_GAP", max_gap):
+        return executor.prepare([item for plan in case.plans for item in plan], planner)[0]
 
 
-@st.composite
-def objects(draw: st.DrawFn) -> tuple[bytes, list[Placed]]:
-    data, items = b"", []
-    for _ in range(draw(st.integers(1, 4))):
-        sizes = tuple(draw(st.lists(st.integers(1, 12), max_size=3)))
-        dtype = draw(st.sampled_from([torch.uint8, torch.int16, torch.float32, torch.complex128]))
-        numbers = torch.arange(math.prod(sizes), dtype=torch.float32) % 251 + 1
-        chunk = numbers.to(dtype).reshape(sizes)
-        data += b"x" * draw(st.integers(0, 70))
-        kinds = ["plain", "strided"] if dtype.is_complex else ["plain", "strided", "cast"]
-        items += [
-            Placed(chunk, len(data), draw(boxes_in(sizes)), draw(st.sampled_from(kinds)))
-            for _ in range(draw(st.integers(1, 3)))
-        ]
-        data += bytes(view_bytes(chunk.contiguous()))
-    return data, items
+def check(case: Case, transfers: Sequence[Transfer]) -> None:
+    for want, transfer in zip([want for wants in case.wants for want in wants], transfers, strict=True):
+        assert transfer.target is not None
+        case.check(want, transfer.target)
+        assert transfer.verify() == []
 
 
 def receive_all(data: bytes, transfers: Sequence[Transfer], *, max_request: int, max_gap: int, seed: int) -> None:
@@ -106,66 +63,63 @@ def receive_all(data: bytes, transfers: Sequence[Transfer], *, max_request: int,
             assert start - end <= max_gap
             end = max(end, stop)
     random.Random(seed).shuffle(requests)
-    complete: list[Transfer] = []
-    for request in requests:
-        complete += received(data, request)
-    assert sorted(map(id, complete)) == sorted(id(transfer) for transfer in transfers if transfer.ranges)
+    complete = [id(transfer) for request in requests for transfer in received(data, request)]
+    assert sorted(complete) == sorted(id(transfer) for transfer in transfers if transfer.ranges)
 
 
 def received(data: bytes, request: ReadRequest) -> list[Transfer]:
-    fetcher = MemoryFetcher({_PATH: data})
+    fetcher = MemoryFetcher({PATH: data})
     complete = fetcher.receive(request)
-    assert fetcher.asked == [(_PATH, request.start, request.length)]
+    assert fetcher.asked == [(PATH, request.start, request.length)]
     return complete
 
 
-@given(objects(), st.booleans(), st.sampled_from([64, 128, 1000]), st.sampled_from([0, 30, 500]), st.integers(0, 99))
-def test_every_byte_gets_to_its_place(
-    stored: tuple[bytes, list[Placed]], checked: bool, max_request: int, max_gap: int, seed: int
-) -> None:
-    data, items = stored
-    transfers = [item.transfer(checked=checked, max_gap=max_gap) for item in items]
-    receive_all(data, transfers, max_request=max_request, max_gap=max_gap, seed=seed)
-    for item, transfer in zip(items, transfers, strict=True):
-        assert torch.equal(item.target, item.expected)
-        assert transfer.verify() == []
-        assert transfer.checked == (checked and item.box.numel > 0)
+@given(
+    st.booleans().flatmap(lambda checked: cases(0, checked)), st.sampled_from(KINDS),
+    st.sampled_from([64, 128, 1000]), st.sampled_from([0, 30, 500]), st.integers(0, 99),
+)  # fmt: skip
+def test_every_byte_gets_to_its_place(case: Case, kind: str, max_request: int, max_gap: int, seed: int) -> None:
+    transfers = transfers_of(case, kind, max_gap=max_gap)
+    receive_all(case.stored, transfers, max_request=max_request, max_gap=max_gap, seed=seed)
+    check(case, transfers)
+    for transfer in transfers:
+        is_read = transfer.target is not None and transfer.target.numel() > 0
+        assert transfer.checked == (transfer.stored.crc is not None and is_read)
 
 
-@given(objects(), st.sampled_from([64, 1000]), st.data())
+@given(cases(0), st.sampled_from(KINDS), st.sampled_from([64, 1000]), st.data())
 def test_a_changed_byte_that_is_fetched_is_noticed_and_repaired(
-    stored: tuple[bytes, list[Placed]], max_request: int, draw: st.DataObject
+    case: Case, kind: str, max_request: int, draw: st.DataObject
 ) -> None:
-    data, items = stored
-    transfers = [item.transfer(checked=True, max_gap=0) for item in items]
-    at = draw.draw(st.integers(0, len(data) - 1))
-    damaged = data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
-    receive_all(damaged, transfers, max_request=max_request, max_gap=0, seed=0)
-    for item, transfer in zip(items, transfers, strict=True):
-        hit = [part for part in transfer.ranges if part.start <= at - item.start < part.stop]
+    transfers, at = transfers_of(case, kind), draw.draw(st.integers(0, len(case.stored) - 1))
+    damaged = bytearray(case.stored)
+    damaged[at] ^= 1
+    receive_all(bytes(damaged), transfers, max_request=max_request, max_gap=0, seed=0)
+    for transfer in transfers:
+        hit = [part for part in transfer.ranges if part.start <= at - transfer.base < part.stop]
         wrong = list(transfer.verify())
         assert [part for part, _ in wrong] == hit
         for part, found in wrong:
             assert found != part.crc
             (request,) = plan_requests(transfer.segments([part]), max_request=10**6, max_gap=0)
             assert request.start <= at < request.start + request.length
-            assert received(data, request) == [transfer]
-        assert transfer.verify() == []
-        assert torch.equal(item.target, item.expected)
+            assert received(case.stored, request) == [transfer]
+    check(case, transfers)
 
 
 @pytest.mark.parametrize("kind", ["cast", "strided"])
 def test_what_never_matches_does_not_get_into_a_tensor_through_a_buffer(kind: str) -> None:
-    chunk = torch.arange(1, 101, dtype=torch.float32)
-    item = Placed(chunk, 0, Box((0,), (100,)), kind)
-    damaged = bytearray(view_bytes(chunk))
-    damaged[-1] ^= 1
+    case = make_case({"t": torch.arange(1, 101, dtype=torch.float32)}, [[("t", Box((0,), (100,)))]])
+    damaged = bytearray(case.stored)
+    damaged[200] ^= 1
+    (transfer,) = transfers_of(case, kind)
     with pytest.raises(errors.CorruptCheckpointError, match="twice"):
-        fetch(MemoryFetcher({_PATH: bytes(damaged)}), requests_for(item.transfer(checked=True, max_gap=0)))
-    assert not item.target.any()
+        fetch(MemoryFetcher({PATH: bytes(damaged)}), requests_for(transfer))
+    assert transfer.target is not None
+    assert not transfer.target.any()
 
 
-# --- by threads -----------------------------------------------------------------------------------------
+# --- by threads ----------------------------------------------------------------------------------------
 
 DATA = bytes(range(256)) * 2048
 SIZE = len(DATA)
@@ -238,14 +192,9 @@ def test_what_does_not_match_is_fetched_once_more_and_not_from_the_disk(caplog: 
 def test_an_error_of_the_caller_cancels_what_is_under_way_and_waits_for_it() -> None:
     source = MemoryFetcher({"a": DATA}, damage=lambda *_: time.sleep(0.1))
     requests = requests_for(*(Bytes(start, 50_000) for start in range(0, 500_000, 50_000)), max_request=50_000)
-
-    def take() -> None:
-        with contextlib.closing(source.fetch(requests, threads=2)) as arrivals:
-            next(arrivals)
-            raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        take()
+    with contextlib.suppress(ZeroDivisionError), contextlib.closing(source.fetch(requests, threads=2)) as arrivals:
+        next(arrivals)
+        raise ZeroDivisionError
     assert source._cancel.is_set()
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("dcp_s3-download")]
     assert len(source.asked) < 5

@@ -28,8 +28,9 @@ from dcp_s3.memory import crc64nvme
 from tests.archives import records_of, rewritten, saved
 from tests.end_to_end import loads
 from tests.end_to_end.loads import failure
-from tests.end_to_end.states import DTYPES, assert_same, random_tensor
-from tests.format.test_tensors import WRITERS
+from tests.end_to_end.states import DTYPES, assert_same, blank, random_tensor
+from tests.format.test_stored import WRITERS
+from tests.retention.making import put
 from tests.servers import S3Server
 
 MIB = 2**20
@@ -43,24 +44,6 @@ class Item(NamedTuple):
     value: torch.Tensor
     data: bytes
     attributes: Mapping[str, Any] = {}
-
-
-def put(s3: Any, bucket: str, items: Mapping[str, Item]) -> int:
-    """A checkpoint at ``run`` of one object with ``items`` end to end; the bytes of its metadata."""
-    body = bytearray()
-    storage_data = {}
-    entries: dict[str, Any] = {}
-    for fqn, item in items.items():
-        origin = torch.Size([0] * item.value.dim())
-        chunk = ChunkStorageMetadata(origin, item.value.size())
-        entries[fqn] = TensorStorageMetadata(Properties(dtype=item.value.dtype), item.value.size(), [chunk])
-        info = make_storage_info("__0_0.distcp", len(body), len(item.data), **item.attributes)
-        storage_data[MetadataIndex(fqn, origin, 0)] = info
-        body += item.data
-    metadata = pickle.dumps(Metadata(entries, {fqn: (fqn,) for fqn in items}, storage_data))
-    s3.put_object(Bucket=bucket, Key="run/__0_0.distcp", Body=bytes(body))
-    s3.put_object(Bucket=bucket, Key="run/.metadata", Body=metadata)
-    return len(metadata)
 
 
 class Boxes(DefaultLoadPlanner):
@@ -80,60 +63,64 @@ class Boxes(DefaultLoadPlanner):
         return LoadPlan(items)
 
 
-class Loaded(NamedTuple):
-    state: dict[str, torch.Tensor]
-    requests: int
-    """GETs, without that of the metadata."""
-    size: int
-    """Bytes that were sent, with the metadata."""
+class Foreign:
+    """A checkpoint of one object."""
+
+    def __init__(self, server: S3Server, s3: Any, root: str) -> None:
+        self.handle, self._s3, self.root = server.handle, s3, root
+
+    def put(self, items: Mapping[str, Item]) -> int:
+        """``items`` end to end; the bytes of the metadata."""
+        body, storage_data, entries = bytearray(), {}, dict[str, Any]()
+        for fqn, item in items.items():
+            origin = torch.Size([0] * item.value.dim())
+            chunk = ChunkStorageMetadata(origin, item.value.size())
+            entries[fqn] = TensorStorageMetadata(Properties(dtype=item.value.dtype), item.value.size(), [chunk])
+            info = make_storage_info("__0_0.distcp", len(body), len(item.data), **item.attributes)
+            storage_data[MetadataIndex(fqn, origin, 0)] = info
+            body += item.data
+        return self.put_raw(bytes(body), Metadata(entries, {fqn: (fqn,) for fqn in items}, storage_data))
+
+    def put_raw(self, data: bytes, metadata: Metadata) -> int:
+        put(self._s3, self.root, "__0_0.distcp", data)
+        put(self._s3, self.root, ".metadata", pickle.dumps(metadata))
+        return len(pickle.dumps(metadata))
+
+    def check(self, expected: Mapping[str, torch.Tensor], place: Sequence[int] = ()) -> None:
+        """Load boxes that begin at ``place``, or whole tensors."""
+        self.handle.reset_counters()
+        state = blank(dict(expected))
+        reader = S3StorageReader(self.root, settings={"part_size": "5MiB"})
+        dcp.load(state, storage_reader=reader, planner=Boxes(dict.fromkeys(expected, place) if place else {}))
+        assert_same(state, expected)
+
+    def failure(self, state: Any) -> str:
+        return str(failure(lambda: loads.load(state, self.root), errors.CorruptCheckpointError))
 
 
-def load(
-    server: S3Server,
-    root: str,
-    state: dict[str, torch.Tensor],
-    offsets: Mapping[str, Sequence[int]] | None = None,
-    **settings: Any,
-) -> Loaded:
-    handle = server.handle
-    handle.reset_counters()
-    reader = S3StorageReader(root, settings={"part_size": "5MiB", **settings})
-    dcp.load(state, storage_reader=reader, planner=Boxes(offsets or {}))
-    return Loaded(state, handle.counters.requests["GetObject"] - 1, handle.counters.bytes_out)
+@pytest.fixture
+def foreign(memory_server: S3Server, s3: Any, root: str) -> Foreign:
+    return Foreign(memory_server, s3, root)
 
 
-def blank(items: Mapping[str, Item]) -> dict[str, torch.Tensor]:
-    return {fqn: torch.full(item.value.shape, 1, dtype=item.value.dtype) for fqn, item in items.items()}
-
-
-def check(found: Mapping[str, torch.Tensor], items: Mapping[str, Item]) -> None:
-    assert_same(dict(found), {fqn: item.value for fqn, item in items.items()})
-
-
-def test_every_dtype_whole_and_in_parts(
-    memory_server: S3Server, s3: Any, bucket: str, root: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_dtype_whole_and_in_parts(foreign: Foreign, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(read, "check_storages", lambda stream: pytest.fail("loaded by torch"))
     tensors = {str(dtype): random_tensor((7, 10_000), dtype, i) for i, dtype in enumerate(DTYPES)}
     tensors |= {"scalar": random_tensor((), torch.float64), "empty": torch.empty(3, 0)}
-    values = {f"{writer} {name}": value for writer in WRITERS for name, value in tensors.items()}
     items = {
         f"{writer} {name}": Item(value, write(saved(value)))
         for writer, write in WRITERS.items()
         for name, value in tensors.items()
     }
-    put(s3, bucket, items)
-    check(load(memory_server, root, blank(items)).state, items)
-    parts = {name: (1, 100) for name, value in values.items() if value.numel() > 1}
-    wanted = {name: values[name][1:5, 100:4000] for name in parts}
-    found = load(memory_server, root, {name: torch.zeros_like(part) for name, part in wanted.items()}, parts).state
-    assert_same(found, wanted)
+    foreign.put(items)
+    foreign.check({name: item.value for name, item in items.items()})
+    parts = {name: item.value[1:5, 100:4000] for name, item in items.items() if item.value.numel() > 1}
+    foreign.check(parts, (1, 100))
 
 
-def test_only_what_is_needed_is_fetched(memory_server: S3Server, s3: Any, bucket: str, root: str) -> None:
+def test_only_what_is_needed_is_fetched(foreign: Foreign) -> None:
     values = {f"t{i}": torch.arange(i, 48 * 32768 + i, dtype=torch.int32).view(48, -1) for i in range(2)}
-    items = {name: Item(value, saved(value)) for name, value in values.items()}
-    overhead = put(s3, bucket, items)
+    overhead = foreign.put({name: Item(value, saved(value)) for name, value in values.items()})
     boxes = [
         ((0, 0), (3, 32768)), ((17, 0), (2, 32768)), ((47, 0), (1, 32768)), ((1, 0), (47, 32768)),  # whole rows
         ((10, 1000), (20, 31)), ((40, 5), (1, 1)),
@@ -141,18 +128,17 @@ def test_only_what_is_needed_is_fetched(memory_server: S3Server, s3: Any, bucket
     for (row, column), (rows, columns) in boxes:
         wanted = {name: value[row : row + rows, column : column + columns] for name, value in values.items()}
         for dtype in (torch.int32, torch.int64):
-            blank = {name: torch.zeros(rows, columns, dtype=dtype) for name in values}
-            found = load(memory_server, root, blank, dict.fromkeys(values, (row, column)))
-            assert_same(found.state, {name: value.to(dtype) for name, value in wanted.items()})
+            foreign.check({name: value.to(dtype) for name, value in wanted.items()}, (row, column))
             size = 4 * rows * columns
             # What lies between two runs of bytes is rather fetched if it is little.
             gaps = [4 * (row * 32768 + column)] + [4 * (32768 - columns)] * (rows - 1)
             size += sum(gap for gap in gaps if gap <= 256 * 2**10)
-            assert found.size < 2 * (size + HEADS) + overhead + 4096
-            assert found.requests <= 2 * (-(-size // (5 * MIB)) + 1)
+            counters = foreign.handle.counters
+            assert counters.bytes_out < 2 * (size + HEADS) + overhead + 4096
+            assert counters.requests["GetObject"] - 1 <= 2 * (-(-size // (5 * MIB)) + 1)  # without the metadata
 
 
-# --- items that are not as expected ---------------------------------------------------------------------
+# --- items that are not as expected --------------------------------------------------------------------
 
 
 def _swapped(value: torch.Tensor) -> bytes:
@@ -182,9 +168,7 @@ ODD: dict[str, Callable[[torch.Tensor], Item]] = {
 
 @pytest.mark.parametrize("writer", ["this torch", "old"])
 @pytest.mark.parametrize("size", [10, 160], ids=["small", "large"])
-def test_one_of_several_is_odd(
-    memory_server: S3Server, s3: Any, bucket: str, root: str, size: int, writer: str
-) -> None:
+def test_one_of_several_is_odd(foreign: Foreign, size: int, writer: str) -> None:
     """Before and between ordinary ones of the same shape, where it is not itself of another."""
     for place in (0, 2):
         items: dict[str, Item] = {}
@@ -193,11 +177,9 @@ def test_one_of_several_is_odd(
             ordinary = [Item(value, WRITERS[writer](saved(value))) for value in values]
             ordinary.insert(place, make(values[0]))
             items |= {f"{odd} {n}": item for n, item in enumerate(ordinary)}
-        put(s3, bucket, items)
-        check(load(memory_server, root, blank(items)).state, items)
-        wanted = {name: item.value[3:9, 5:8] for name, item in items.items()}
-        parts = {name: torch.zeros_like(part) for name, part in wanted.items()}
-        assert_same(load(memory_server, root, parts, dict.fromkeys(items, (3, 5))).state, wanted)
+        foreign.put(items)
+        foreign.check({name: item.value for name, item in items.items()})
+        foreign.check({name: item.value[3:9, 5:8] for name, item in items.items()}, (3, 5))
 
 
 DAMAGE: list[Callable[[bytes], bytes]] = [
@@ -209,36 +191,24 @@ DAMAGE: list[Callable[[bytes], bytes]] = [
 
 
 @pytest.mark.parametrize("size", [10, 150], ids=["small", "large"])
-def test_damaged_heads_are_errors(memory_server: S3Server, s3: Any, bucket: str, root: str, size: int) -> None:
-    value = random_tensor((size, size), torch.float32)
-    for damage in DAMAGE:
-        put(s3, bucket, {"t": Item(value, damage(saved(value))), "u": Item(value, saved(value))})
-        state = {"t": torch.zeros(size, size), "u": torch.zeros(size, size)}
-        error = failure(lambda state=state: loads.load(state, root), errors.CorruptCheckpointError)
-        assert "'t'" in str(error)
-
-
-def test_a_checksum_of_the_whole_item_is_compared(memory_server: S3Server, s3: Any, bucket: str, root: str) -> None:
-    """As dcp_s3 records it of tensors that go through torch.save."""
-    size = 150
+def test_damaged_heads_and_items_are_errors(foreign: Foreign, size: int) -> None:
     value = random_tensor((size, size), torch.float32)
     data = saved(value)
-    attributes = {"crc64nvme": crc64nvme(data)}
-    put(s3, bucket, {"t": Item(value, data, attributes)})
-    assert_same(load(memory_server, root, {"t": torch.zeros(size, size)}).state, {"t": value})
+    whole = {"crc64nvme": crc64nvme(data)}  # as dcp_s3 records it of tensors that go through torch.save
+    cases = [(Item(value, damage(data)), "'t'") for damage in DAMAGE]
     for position in (0, 800, len(data) - 1):
         damaged = bytearray(data)
         damaged[position] ^= 1
-        put(s3, bucket, {"t": Item(value, bytes(damaged), attributes)})
-        error = failure(lambda: loads.load({"t": torch.zeros(size, size)}, root), errors.CorruptCheckpointError)
-        assert "CRC-64" in str(error)
+        cases.append((Item(value, bytes(damaged), whole), "CRC-64"))
+    for item, says in cases:
+        foreign.put({"t": item, "u": Item(value, data)})
+        assert says in foreign.failure({"t": torch.zeros(size, size), "u": torch.zeros(size, size)})
+    foreign.put({"t": Item(value, data, whole)})
+    foreign.check({"t": value})
 
 
-def test_damage_that_only_torch_finds(memory_server: S3Server, s3: Any, bucket: str, root: str) -> None:
+def test_damage_that_only_torch_finds(foreign: Foreign) -> None:
     data = saved({"a": 1}).replace(b"little", b"litt1e")
     place = {MetadataIndex("a"): make_storage_info("__0_0.distcp", 0, len(data))}
-    metadata = Metadata({"a": BytesStorageMetadata()}, {"a": ("a",)}, place)
-    s3.put_object(Bucket=bucket, Key="run/__0_0.distcp", Body=data)
-    s3.put_object(Bucket=bucket, Key="run/.metadata", Body=pickle.dumps(metadata))
-    error = failure(lambda: dcp.load({"a": None}, storage_reader=S3StorageReader(root)), errors.CorruptCheckpointError)
-    assert "cannot be unpickled" in str(error)
+    foreign.put_raw(data, Metadata({"a": BytesStorageMetadata()}, {"a": ("a",)}, place))
+    assert "cannot be unpickled" in foreign.failure({"a": None})

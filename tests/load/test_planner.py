@@ -1,9 +1,12 @@
-"""S3LoadPlanner plans what torch's DefaultLoadPlanner plans, item for item."""
+"""What a load plans: what torch's DefaultLoadPlanner plans, item for item; what a state and a checkpoint may differ in;
+and entries that lie in the same memory."""
 
 from __future__ import annotations
 
 import itertools
+import logging
 import pickle
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,11 +32,19 @@ from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, distribute_tensor
 from torch.distributed.tensor import Shard as ShardPlacement
+from torch.testing._internal.two_tensor import TwoTensor
 
-from dcp_s3 import S3LoadPlanner, S3StorageReader, S3StorageWriter, errors
+from dcp_s3 import S3LoadPlanner, S3StorageReader, errors
 from dcp_s3.load.planner import AnyBox as Box
+from dcp_s3.load.read import find_late, keeps_values
+from tests.end_to_end.loads import load, save
+from tests.end_to_end.states import DTYPES, random_tensor
+from tests.end_to_end.test_failures import failure_of_load
 from tests.ranks import run_ranks
 from tests.relying import BEFORE_2_10, in_torchs_order
+from tests.servers import S3Server
+
+pytestmark = pytest.mark.timeout(180)
 
 
 def grid(shape: tuple[int, ...], parts: tuple[int, ...]) -> list[Box]:
@@ -182,15 +193,15 @@ def test_dtensors_and_sharded_tensors() -> None:
 @pytest.mark.servers("memory")
 @pytest.mark.parametrize("times", [0, 2])
 def test_a_plan_that_does_not_fill_the_state_is_refused(root: str, times: int) -> None:
-    dcp.save({"x": torch.zeros(4)}, storage_writer=S3StorageWriter(root))
+    save({"x": torch.zeros(4)}, root)
 
     class Other(DefaultLoadPlanner):
         def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
             return LoadPlan(new_plan.items * times)
 
-    with pytest.raises(CheckpointException, match=f"{4 * times} of the 4 elements of 'x'") as caught:
-        dcp.load({"x": torch.ones(4)}, storage_reader=S3StorageReader(root), planner=Other())
-    assert isinstance(caught.value.failures[0][0], errors.CorruptCheckpointError)
+    error = failure_of_load(root, {"x": torch.ones(4)}, Other())
+    assert isinstance(error, errors.CorruptCheckpointError)
+    assert f"{4 * times} of the 4 elements of 'x'" in str(error)
 
 
 def test_chunks_that_are_not_of_the_usual_kind_are_left_to_torch() -> None:
@@ -211,3 +222,187 @@ def test_names_of_checkpoints_from_before_torch_2_4() -> None:
     assert found.mappings == expected.mappings
     assert found.metadata is metadata
     assert not found.allow_partial_load
+
+
+# --- what a state and a checkpoint may differ in: names, shapes, dtypes --------------------------------
+
+
+_LAYERS = [f"layers.{i}.{part}" for i in range(12) for part in ("weight", "bias")]
+
+
+@pytest.fixture
+def layers(root: str, memory_server: S3Server) -> str:
+    """The URL of a checkpoint."""
+    save({"train": {"model": {name: torch.ones(2, 3) for name in _LAYERS}}, "epoch": 3}, f"{root}/step-1")
+    return f"{root}/step-1"
+
+
+def test_all_missing_names_and_all_other_shapes_are_in_one_error(layers: str) -> None:
+    state: dict[str, Any] = {"model": {name: torch.zeros(2, 3) for name in _LAYERS}}
+    error: Any = failure_of_load(layers, state, S3LoadPlanner())
+    assert isinstance(error, errors.MissingKeysError)
+    assert isinstance(error, (errors.EntryNotFoundError, RuntimeError))
+    assert error.missing == [f"model.{name}" for name in _LAYERS]
+    assert sorted(error.unexpected) == sorted([*(f"train.model.{name}" for name in _LAYERS), "epoch"])
+    assert str(error).startswith("Missing key in checkpoint state_dict: model.layers.0.weight and 23 more (")
+    assert layers in str(error)
+    assert "Remedy: " in str(error)
+    assert len(str(error)) < 1000
+    state = {"train": {"model": {name: torch.zeros(3, 2) for name in _LAYERS}, "more": 1}}
+    error = failure_of_load(layers, state, S3LoadPlanner())
+    assert isinstance(error, errors.TensorMismatchError)
+    assert len(error.shapes) == 24
+    assert error.shapes[error.fqn] == ((2, 3), (3, 2))
+    assert str(error).startswith(
+        "Size mismatch between saved (2, 3) and current (3, 2) for train.model.layers.0.weight"
+    )
+    assert "and for 23 more: " in str(error)
+    assert "also not saved: 1 name of the state (train.more)" in str(error)
+
+
+def test_a_partial_load_may_lack_names_but_not_differ_in_shape(layers: str) -> None:
+    partial = S3LoadPlanner(allow_partial_load=True)
+    dcp.load({"new": torch.zeros(1)}, storage_reader=S3StorageReader(layers), planner=partial)
+    for other in (torch.zeros(1), 7):
+        state = {"train": {"model": {_LAYERS[0]: other}}, "new": 1}
+        error = failure_of_load(layers, state, S3LoadPlanner(allow_partial_load=True))
+        assert isinstance(error, errors.TensorMismatchError)
+        assert layers in str(error)
+        assert "not saved" not in str(error)
+
+
+def test_what_is_converted_comes_through_bounded_memory(
+    memory_server: S3Server, root: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = {"w": torch.randn(3_000_000)}
+    save(state, root, settings={"part_size": "5MiB"})
+    sizes, empty = [0], torch.empty
+
+    def record(*size: Any, **options: Any) -> torch.Tensor:
+        if "pin_memory" in options:
+            sizes.append(*size)
+        return empty(*size, **options)
+
+    monkeypatch.setattr(torch, "empty", record)
+    monkeypatch.setattr("dcp_s3.load.fetch.LOAD_BUFFERS", 4 * 2**20)
+    target = load({"w": torch.zeros(3_000_000, dtype=torch.bfloat16)}, root, settings={"concurrency": 4})
+    assert torch.equal(target["w"], state["w"].bfloat16())
+    assert 2**19 < max(sizes) < 2**20 + 2**12, "a quarter of 4 MiB for each of 4 connections"
+
+
+def test_one_warning_counts_and_names_what_was_narrowed(
+    memory_server: S3Server, root: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    state: dict[str, Any] = {"model": {f"w{n}": torch.randn(4) for n in range(9)}, "n": torch.tensor([2**40 + 1])}
+    kept = {"same": torch.ones(3), "wider": torch.ones(3).half(), "exact": torch.ones(3, dtype=torch.int32)}
+    save({**state, **kept}, root)
+    target = load(
+        {
+            "model": {f"w{n}": torch.zeros(4, dtype=torch.bfloat16) for n in range(9)}, "n": torch.zeros(1),
+            "same": torch.zeros(3), "wider": torch.zeros(3), "exact": torch.zeros(3, dtype=torch.float64),
+        }, root,
+    )  # fmt: skip
+    (record,) = (record for record in caplog.records if record.name == "dcp_s3.load.read")
+    message = record.getMessage()
+    assert record.levelno == logging.WARNING
+    for part in (root, "10 tensors", "9 from torch.float32 to torch.bfloat16 (model.w0, ",
+                 "1 from torch.int64 to torch.float32 (n)", "S3StorageReader(allow_dtype_cast=False)"):  # fmt: skip
+        assert part in message, message
+    assert not [name for name in kept if f"({name}" in message or f", {name}" in message]
+    assert torch.equal(target["model"]["w3"], state["model"]["w3"].bfloat16())
+
+
+@pytest.mark.parametrize("other", [torch.float16, torch.float64])
+def test_a_strict_load_changes_nothing(memory_server: S3Server, root: str, other: torch.dtype) -> None:
+    save({"a": torch.ones(3), "w": torch.ones(3)}, root)
+    target = {"a": torch.full((3,), 7.0), "w": torch.full((3,), 7.0, dtype=other)}
+    error = failure_of_load(root, target, allow_dtype_cast=False)
+    assert isinstance(error, errors.TensorMismatchError)
+    assert error.fqn == "w"
+    assert "allow_dtype_cast" in str(error)
+    assert (target["a"] == 7).all()
+
+
+@pytest.mark.filterwarnings("ignore:Casting complex values to real:UserWarning")
+@given(st.sampled_from(DTYPES), st.sampled_from(DTYPES), st.integers(0, 1000))
+def test_what_keeps_its_values_comes_back(saved: torch.dtype, target: torch.dtype, seed: int) -> None:
+    """Bit for bit, but for the payloads of NaNs."""
+    values = random_tensor((64,), saved, seed)
+    if not keeps_values(saved, target):
+        return
+    back = values.to(target).to(saved)
+    nan = values != values
+    assert torch.equal(back != back, nan)
+    one, two = (each.view(torch.uint8).view(len(each), -1)[~nan] for each in (back, values))
+    assert torch.equal(one, two)
+
+
+# --- entries that lie in the same memory ---------------------------------------------------------------
+
+
+def test_where_entries_share_memory_the_later_ones_are_copied_unless_they_are_the_same() -> None:
+    tied, whole = torch.zeros(8, 8), torch.zeros(100)
+
+    def transfer(fqn: str, target: torch.Tensor, crc: int, at: tuple[int, ...]) -> Any:
+        item = SimpleNamespace(dest_index=SimpleNamespace(fqn=fqn), dest_offsets=at, lengths=target.shape,
+                               storage_offsets=(0,) * target.dim())  # fmt: skip
+        return SimpleNamespace(target=target, stored=SimpleNamespace(sizes=target.shape, crc=crc), item=item)
+
+    for last, late in ((2, []), (3, [2, 3])):  # columns of one content, or not
+        columns = [("in", 0, 1), ("in", 4, 2), ("out", 0, 1), ("out", 4, last)]
+        assert find_late([transfer(fqn, tied[:, at : at + 4], crc, (0, at)) for fqn, at, crc in columns]) == late
+    targets = (whole, whole[10:20], whole[50:60], torch.zeros(3))
+    assert find_late([transfer(str(n), target, n, (0,)) for n, target in enumerate(targets)]) == [1, 2]
+
+
+def test_tied_interleaved_and_wrapped_entries(memory_server: S3Server, root: str) -> None:
+    weight, columns = torch.arange(1000.0), {"q": torch.full((8, 4), 1.0), "k": torch.full((8, 4), 2.0)}
+    save({"in": weight, "out": weight, **columns, "w": torch.arange(10.0), "x": torch.ones(3)}, root)
+    memory_server.handle.reset_counters()
+    tied = torch.zeros(1000)
+    load({"in": tied, "out": tied}, root)
+    assert torch.equal(tied, weight)
+    assert memory_server.handle.counters.requests["GetObject"] == 2  # .metadata, and both in one
+    fused = torch.zeros(8, 8)
+    load({"q": fused[:, :4], "k": fused[:, 4:]}, root)
+    assert torch.equal(fused, torch.cat([columns["q"], columns["k"]], dim=1))
+    wrapped, plain = TwoTensor(torch.zeros(10), torch.zeros(10)), torch.zeros(3)  # without memory of its own
+    load({"w": wrapped, "x": plain}, root)
+    assert wrapped.a.tolist() == wrapped.b.tolist() == list(range(10))
+    assert torch.equal(plain, torch.ones(3))
+
+
+@pytest.mark.parametrize("part", [slice(None), slice(2**20, 2**21)], ids=["all", "a part"])
+def test_of_what_entries_share_the_last_one_in_the_plan_stays(memory_server: S3Server, root: str, part: slice) -> None:
+    many = {"part_size": "5MiB", "concurrency": 16}
+    saved = {name: torch.full((3 * 2**20,), value) for name, value in (("a", 1.0), ("b", 2.0), ("c", 3.0))}
+    saved["b"] = saved["b"][part]
+    save(saved, root, settings=many)
+    for _ in range(6):
+        shared, other = torch.zeros(3 * 2**20), torch.zeros(3 * 2**20)
+        load({"b": shared[part], "a": shared, "c": other}, root, settings=many)  # DCP sorts the names
+        expected = saved["a"].clone()
+        expected[part] = 2.0
+        assert torch.equal(shared, expected)
+        assert torch.equal(other, saved["c"])
+
+
+def _load_tied(url: str) -> list[Any]:
+    """What a rank has got, the last one nothing."""
+    tied, other = (distribute_tensor(torch.zeros(2, 4), init_device_mesh("cpu", (3,)), [ShardPlacement(0)])
+                   for _ in range(2))  # fmt: skip
+    dcp.load({"out": tied, "in": tied}, storage_reader=S3StorageReader(url), planner=S3LoadPlanner())
+    with pytest.raises(CheckpointException):
+        dcp.load({"out": other, "in": tied}, storage_reader=S3StorageReader(url), planner=S3LoadPlanner())
+    return tied.to_local().tolist()
+
+
+def test_a_name_that_is_not_saved_is_found_by_the_one_that_it_is_tied_to(memory_server: S3Server, root: str) -> None:
+    save({"in": torch.arange(8.0).view(2, 4)}, root)
+    tied = torch.zeros(2, 4)
+    dcp.load({"out": tied, "in": tied}, storage_reader=S3StorageReader(root), planner=S3LoadPlanner())
+    assert tied.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    for other in (tied[1:], tied.view(8), tied.view(torch.int32), tied.clone()):
+        error = failure_of_load(root, {"out": other, "in": tied}, S3LoadPlanner())
+        assert isinstance(error, errors.MissingKeysError)
+    assert run_ranks(3, _load_tied, root) == [[[0, 1, 2, 3]], [[4, 5, 6, 7]], []]

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
-import struct
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -118,7 +116,7 @@ def saved(memory_server: Any, s3: Any, root: str) -> Saved:
         return Saved(s3, root).save(small_state())
 
 
-# --- weights --------------------------------------------------------------------------------------------
+# --- weights -------------------------------------------------------------------------------------------
 
 
 def model() -> dict[str, torch.Tensor]:
@@ -131,8 +129,11 @@ def model() -> dict[str, torch.Tensor]:
     }  # fmt: skip
 
 
-def save(state: Mapping[str, Any], url: str, **arguments: Any) -> None:
-    dcp.save(dict(state), storage_writer=dcp_s3.S3StorageWriter(url, **arguments), no_dist=True)
+def save(state: Mapping[str, Any], url: str, attachments: Mapping[str, bytes] | None = None, **options: Any) -> None:
+    writer = S3StorageWriter(url, **options)
+    for name, data in (attachments or {}).items():
+        writer.attach(name, data)
+    dcp.save(dict(state), storage_writer=writer, no_dist=True)
 
 
 def save_sharded(url: str, rows: int) -> None:
@@ -157,11 +158,7 @@ def read(data: bytes) -> dict[str, torch.Tensor]:
     }  # fmt: skip
 
 
-def write(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+def as_file(tensors: Mapping[str, torch.Tensor]) -> bytes:
+    """A safetensors file."""
     entries = [TensorEntry(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()]
-    path.write_bytes(make_header(entries) + b"".join(map(bits, tensors.values())))
-
-
-def lengthen(path: Path) -> None:
-    data = path.read_bytes()
-    path.write_bytes(struct.pack("<Q", len(data)) + data[8:])
+    return make_header(entries) + b"".join(map(bits, tensors.values()))

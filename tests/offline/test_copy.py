@@ -21,6 +21,7 @@ from dcp_s3.offline.copy import copy
 from dcp_s3.s3 import multipart
 from dcp_s3.s3.store import S3Store
 from dcp_s3.settings import MIN_PART_SIZE
+from dcp_s3.url import parse_url
 from tests.end_to_end.loads import assert_loads
 from tests.faulty import BUCKET, FaultyServer, close_clients
 from tests.killing import AtRequest, begin, kill_all, new_process, running, wait_until_quiet
@@ -31,9 +32,15 @@ from tests.retention.making import delete, get, is_manifest, keys, put, save, sa
 _URL, _COPY = f"s3://{BUCKET}/run/step-1", f"s3://{BUCKET}/copies/step-1"
 
 
-def save_large(url: str, **options: Any) -> torch.Tensor:
-    tensor = torch.randint(0, 255, (2 * MIN_PART_SIZE + 1000,), dtype=torch.uint8)
-    dcp.save({"t": tensor, **state()}, storage_writer=S3StorageWriter(url, **options), no_dist=True)
+@pytest.fixture
+def s3_of(faulty: FaultyServer) -> Any:
+    return boto3.client("s3", endpoint_url=faulty.s3.endpoint_url)
+
+
+def save_large(url: str) -> torch.Tensor:
+    tensor = torch.randint(0, 255, (3 * MIN_PART_SIZE,), dtype=torch.uint8)
+    with separate_objects("weight", "half"):
+        dcp.save({"t": tensor, **state()}, storage_writer=S3StorageWriter(url), no_dist=True)
     return tensor
 
 
@@ -42,6 +49,14 @@ def refused_copy(faulty: FaultyServer, operation: str, key: str = "") -> None:
     faulty.once(operation, Fault.error(403, "AccessDenied"), key=key)
     with pytest.raises(errors.AccessDeniedError):
         copy(_URL, _COPY, operation == "PutObject")
+
+
+def zero_data(s3: Any, url: str) -> str:
+    """Damage an object, with a checksum that fits."""
+    path, size = next(found for found in keys(s3, url).items() if found[0].endswith(".distcp"))
+    where = parse_url(url)
+    S3Store(where.bucket, dcp_s3.Settings()).put(where.key(path), bytes(size))
+    return path
 
 
 def test_a_copy_is_the_checkpoint_without_pin_leases_and_leftovers(root: str, s3: Any) -> None:
@@ -64,16 +79,6 @@ def test_a_copy_is_the_checkpoint_without_pin_leases_and_leftovers(root: str, s3
     assert dcp_s3.verify(f"{root}/copy-7", full=True).ok
     assert copy(url, f"{root}/copy-7").moved == 0
     assert keys(s3, f"{root}/copy-7") == belongs
-
-
-@pytest.mark.servers("memory", "moto", "rgw")  # not rclone, which does not copy parts
-def test_large_objects_are_copied_in_parts(root: str, s3: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(multipart, "COPIED_PART_SIZE", MIN_PART_SIZE)
-    tensor = save_large(f"{root}/1")
-    copy(f"{root}/1", f"{root}/2")
-    assert_loads(f"{root}/2", {"t": tensor})
-    assert dcp_s3.verify(f"{root}/2", full=True).ok
-    assert keys(s3, f"{root}/2") == keys(s3, f"{root}/1")
 
 
 def test_foreign_checkpoints_and_ranks_without_collectives(root: str, s3: Any, tmp_path: Path) -> None:
@@ -103,18 +108,15 @@ def test_the_old_one_stays_whole_until_the_commit(faulty: FaultyServer, s3_of: A
     assert_loads(_COPY, state())
 
 
-def test_a_copy_that_lost_data_is_no_checkpoint_until_it_is_whole_again(faulty: FaultyServer, s3_of: Any) -> None:
+def test_a_copy_that_lost_data_is_no_checkpoint_until_it_is_whole_and_without_a_manifest_it_is(
+    faulty: FaultyServer, s3_of: Any
+) -> None:
     copy(save(_URL), _COPY)
-    data, size = next(found for found in keys(s3_of, _COPY).items() if found[0].endswith(".distcp"))
-    S3Store(BUCKET, dcp_s3.Settings()).put(f"copies/step-1/{data}", bytes(size))
+    zero_data(s3_of, _COPY)
     refused_copy(faulty, "CopyObject")
     assert ".metadata" not in keys(s3_of, _COPY)
     copy(_URL, _COPY)
     assert_loads(_COPY, state())
-
-
-def test_a_copy_that_lost_its_manifest_stays_a_checkpoint(faulty: FaultyServer, s3_of: Any) -> None:
-    copy(save(_URL), _COPY)
     delete(s3_of, _COPY, next(path for path in keys(s3_of, _COPY) if is_manifest(path)))
     refused_copy(faulty, "PutObject", "manifest")
     assert_loads(_COPY, state())
@@ -138,12 +140,11 @@ def test_a_directory_with_anything_else_is_not_written_to(root: str, s3: Any, tm
         copy(save(f"{root}/2"), tmp_path)
 
 
-# --- by whom ---------------------------------------------------------------------------------------------
+# --- by whom -------------------------------------------------------------------------------------------
 
 
 def test_no_data_passes_through_this_machine(faulty: FaultyServer) -> None:
-    with separate_objects("weight", "half"):
-        save_large(_URL)
+    save_large(_URL)
     faulty.s3.reset_counters()
     copy(_URL, _COPY)
     assert faulty.s3.counters.requests["CopyObject"] >= 1
@@ -156,16 +157,10 @@ def test_no_data_passes_through_this_machine(faulty: FaultyServer) -> None:
 
 
 def test_a_damaged_copy_is_found_by_the_checksum_of_the_store(faulty: FaultyServer, s3_of: Any) -> None:
-    data, size = next(found for found in keys(s3_of, save(_URL)).items() if found[0].endswith(".distcp"))
-    S3Store(BUCKET, dcp_s3.Settings()).put(f"run/step-1/{data}", bytes(size))
+    data = zero_data(s3_of, save(_URL))
     with pytest.raises(errors.CorruptCheckpointError, match="verify --full"):
         copy(_URL, _COPY)
     assert not {".metadata", data} & keys(s3_of, _COPY).keys()
-
-
-@pytest.fixture
-def s3_of(faulty: FaultyServer) -> Any:
-    return boto3.client("s3", endpoint_url=faulty.s3.endpoint_url)
 
 
 def _copy_in_a_process(environment: Mapping[str, str], output: Path) -> None:
@@ -176,24 +171,13 @@ def _copy_in_a_process(environment: Mapping[str, str], output: Path) -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="relies on Linux's signals")
 @pytest.mark.parametrize("applied", [False, True], ids=["not_applied", "applied"])
-@pytest.mark.parametrize(
-    ("operation", "count", "key"),
-    [
-        ("CopyObject", 2, ""),
-        ("UploadPartCopy", 2, ""),
-        ("CompleteMultipartUpload", 1, ""),
-        ("PutObject", 1, ".metadata"),
-    ],
-)
+@pytest.mark.parametrize("operation", ["CopyObject", "UploadPartCopy", "CompleteMultipartUpload", "PutObject"])
 def test_after_a_kill_a_second_run_finishes(
-    operation: str, count: int, key: str, applied: bool, faulty: FaultyServer, s3_of: Any, tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+    operation: str, applied: bool, faulty: FaultyServer, s3_of: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    count, key = 2 if "Copy" in operation else 1, ".metadata" if operation == "PutObject" else ""
     monkeypatch.setattr(multipart, "COPIED_PART_SIZE", MIN_PART_SIZE)
-    tensor = torch.randint(0, 255, (3 * MIN_PART_SIZE,), dtype=torch.uint8)
-    everything = {"t": tensor, **state()}
-    with separate_objects("weight", "half"):
-        dcp.save(everything, storage_writer=S3StorageWriter(_URL), no_dist=True)
+    tensor = save_large(_URL)
     close_clients()  # or this process would be connected while it waits for quiet
     moment = AtRequest(operation, count, applied=applied, key=key)
     with moment.on(faulty):
@@ -211,12 +195,17 @@ def test_after_a_kill_a_second_run_finishes(
     assert get(s3_of, _COPY, ".metadata") == get(s3_of, _URL, ".metadata")
 
 
-def _put_foreign(s3: Any, url: str, directory: Path, value: float) -> None:
+def _put_foreign(s3: Any, url: str, directory: Path, value: float, *, save_id: bool = False) -> Path:
     tensors = {name: torch.full((10,), value) for name in "abcd"}
     writer = dcp.FileSystemWriter(directory, single_file_per_rank=False, overwrite=True)
     dcp.save(tensors, storage_writer=writer, no_dist=True)
+    if not save_id:  # as torch saved before 2.3: ``.metadata`` is the same for all values
+        metadata = pickle.loads((directory / ".metadata").read_bytes())
+        metadata.storage_meta = None
+        (directory / ".metadata").write_bytes(pickle.dumps(metadata))
     for file in directory.iterdir():
         put(s3, url, file.name, file.read_bytes())
+    return directory
 
 
 def _values(reader: Any) -> set[float]:
@@ -229,15 +218,14 @@ def _values(reader: Any) -> set[float]:
 def test_a_copy_is_never_of_two_saves(
     faulty: FaultyServer, s3_of: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, to_directory: bool
 ) -> None:
-    (tmp_path / "torch").mkdir()
-    _put_foreign(s3_of, _URL, tmp_path / "torch", 1.0)
+    _put_foreign(s3_of, _URL, tmp_path / "torch", 1.0, save_id=True)
     destination = tmp_path / "copy" if to_directory else _COPY
     move = S3Store.map
 
     def move_before(self: S3Store, function: Any, items: Any) -> Any:
         found = move(self, function, items)
         if items:
-            _put_foreign(s3_of, _URL, tmp_path / "torch", 2.0)
+            _put_foreign(s3_of, _URL, tmp_path / "torch", 2.0, save_id=True)
         return found
 
     monkeypatch.setattr(S3Store, "map", move_before)
@@ -250,22 +238,11 @@ def test_a_copy_is_never_of_two_saves(
     assert _values(dcp.FileSystemReader(destination) if to_directory else S3StorageReader(_COPY)) == {2.0}
 
 
-def _put_without_save_id(s3: Any, url: str, directory: Path, value: float) -> Path:
-    """As torch saved before 2.3: ``.metadata`` is the same for all values."""
-    directory.mkdir()
-    _put_foreign(s3, url, directory, value)
-    metadata = pickle.loads((directory / ".metadata").read_bytes())
-    metadata.storage_meta = None
-    (directory / ".metadata").write_bytes(pickle.dumps(metadata))
-    put(s3, url, ".metadata", (directory / ".metadata").read_bytes())
-    return directory
-
-
 def test_another_save_with_the_same_metadata_is_not_overwritten(
     faulty: FaultyServer, s3_of: Any, tmp_path: Path
 ) -> None:
-    _put_without_save_id(s3_of, _URL, tmp_path / "1", 1.0)
-    there = _put_without_save_id(s3_of, _COPY, tmp_path / "2", 2.0)
+    _put_foreign(s3_of, _URL, tmp_path / "1", 1.0)
+    there = _put_foreign(s3_of, _COPY, tmp_path / "2", 2.0)
     for destination in (_COPY, there):
         with pytest.raises(errors.CheckpointExistsError):
             copy(_URL, destination)
@@ -281,14 +258,14 @@ def test_a_good_copy_is_recognized_without_checksums_of_the_store(
     monkeypatch.setattr("dcp_s3.offline.copy.BLOCK", 100)  # larger ones are not compared whole
     head = S3Store.head
     monkeypatch.setattr(S3Store, "head", lambda self, key, **_: head(self, key))
-    _put_without_save_id(s3_of, _URL, tmp_path / "1", 1.0)
+    _put_foreign(s3_of, _URL, tmp_path / "1", 1.0)
     copy(_URL, _COPY)
     faulty.once("CopyObject", Fault.error(403, "AccessDenied"))
     assert copy(_URL, _COPY).moved == 0
     assert _values(S3StorageReader(_COPY)) == {1.0}
     faulty.rule = lambda _: None
     delete(s3_of, _COPY, ".metadata")  # what is there may be of another save then
-    _put_without_save_id(s3_of, _URL, tmp_path / "2", 2.0)
+    _put_foreign(s3_of, _URL, tmp_path / "2", 2.0)
     copy(_URL, _COPY)
     assert _values(S3StorageReader(_COPY)) == {2.0}
 

@@ -1,49 +1,65 @@
-"""read_tensor and read_tensors: what they return, and which objects and bytes they touch; boxes and names."""
+"""read_tensor, read_tensors and describe: what they return, which objects and bytes they touch for that; boxes, names
+and checksums."""
 
 from __future__ import annotations
 
+import itertools
+import json
 import math
-from typing import Any
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
 import dcp_s3
-from dcp_s3 import errors
+from dcp_s3 import describe, errors
+from dcp_s3.format.blocks import make_storage_info
 from dcp_s3.format.metadata import load_metadata
-from dcp_s3.offline.names import new_names
-from tests.end_to_end.states import assert_same, every_kind, random_tensor
+from dcp_s3.format.saved_entries import saved_entries
+from dcp_s3.memory import crc64nvme
+from tests.end_to_end.states import assert_same, bits, every_kind, random_tensor
 from tests.objects import separate_objects
 from tests.offline.conftest import save, save_sharded
 from tests.ranks import run_ranks
+from tests.retention.making import save_foreign, save_on_ranks
 from tests.servers import S3Server
 
 
-class Traffic:
-    """The data that was fetched from the in-memory server while it was entered."""
-
-    def __init__(self, server: S3Server) -> None:
-        self._server = server.handle
-
-    def __enter__(self) -> Traffic:
-        self._server.reset_counters()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        requests = [request for request in self._server.request_log if request.operation == "GetObject"]
-        self.metadata = sum(request.key.endswith(".metadata") for request in requests)
-        self.requests = len(requests) - self.metadata
-        self.objects = {request.key for request in requests} - {"run/.metadata"}
-        others = [r for r in self._server.request_log if r.operation != "GetObject"]
-        assert not others
-        stored = len(self._server.read(requests[0].bucket, "run/.metadata")) if self.metadata else 0
-        self.bytes = self._server.counters.bytes_out - stored * self.metadata
+class Traffic(NamedTuple):
+    value: Any
+    objects: set[str]
+    requests: int
+    size: int
+    """Bytes of data; those of the metadata, which is read once, are not counted."""
 
 
-# --- what is returned -------------------------------------------------------------------------------------
+def traffic(server: S3Server, read: Callable[[], Any]) -> Traffic:
+    """What is fetched to read something, and what that is."""
+    handle = server.handle
+    handle.reset_counters()
+    value, log = read(), handle.request_log
+    assert {request.operation for request in log} == {"GetObject"}
+    metadata, data = ([each.key for each in log if (each.key == "run/.metadata") == it] for it in (True, False))
+    assert len(metadata) == 1
+    size = handle.counters.bytes_out - len(handle.read(log[0].bucket, "run/.metadata"))
+    return Traffic(value, set(data), len(data), size)
+
+
+# --- what is returned ----------------------------------------------------------------------------------
 
 
 def test_every_kind(root: str) -> None:
@@ -95,21 +111,18 @@ def test_only_the_objects_and_bytes_of_what_is_asked_for(root: str, memory_serve
     model = {f"run/{info.relative_path}" for index, info in metadata.storage_data.items() if "model." in index.fqn}
     others = {f"run/{info.relative_path}" for index, info in metadata.storage_data.items() if "model." not in index.fqn}
     assert not model & others
+    found = traffic(memory_server, lambda: dcp_s3.read_tensors(root, "model.*"))
+    assert_same(found.value, {f"model.{k}": v for k, v in state["model"].items()})
+    assert found.objects == model
+    assert 4 * 2**20 <= found.size < 4 * 2**20 + 8 * 4096  # framing between neighbours
 
-    with Traffic(memory_server) as traffic:
-        assert_same(dcp_s3.read_tensors(root, "model.*"), {f"model.{k}": v for k, v in state["model"].items()})
-    assert traffic.metadata == 1
-    assert traffic.objects == model
-    assert 4 * 2**20 <= traffic.bytes < 4 * 2**20 + 8 * 4096  # framing between neighbours
+    found = traffic(memory_server, lambda: dcp_s3.read_tensor(root, "optim.t3"))
+    assert_same(found.value, state["optim"]["t3"])
+    assert (found.requests, found.size) == (1, 2**20)
 
-    with Traffic(memory_server) as traffic:
-        assert_same(dcp_s3.read_tensor(root, "optim.t3"), state["optim"]["t3"])
-    assert (traffic.metadata, traffic.requests, traffic.bytes) == (1, 1, 2**20)
-
-    with Traffic(memory_server) as traffic:
-        assert dcp_s3.read_tensors(root, ["step"]) == {"step": 7}
-    assert (traffic.metadata, traffic.requests) == (1, 1)
-    assert traffic.bytes < 4096
+    found = traffic(memory_server, lambda: dcp_s3.read_tensors(root, ["step"]))
+    assert (found.value, found.requests) == ({"step": 7}, 1)
+    assert found.size < 4096
 
 
 def test_unknown_names(root: str, memory_server: S3Server) -> None:
@@ -162,12 +175,127 @@ def test_chunks_that_do_not_cover_the_tensor(
         assert dcp_s3.read_tensor(root, "x", slice(0, 4)).tolist() == [1, 1, 1, 1]
 
 
-def test_rules_that_cannot_be_meant() -> None:
-    for rules, message in (
-        ({"modle": ""}, r"'modle' matches no name. The closest of 2: 'model.[ab]'"),
-        ({"[ab]$": "x"}, "'model.a' and 'model.b' would both be called 'model.x'"),
-        ({"(": ""}, "cannot rename: missing"),
-        ({"a": r"\2"}, "cannot rename: invalid group reference"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            new_names(["model.a", "model.b"], rules)
+# --- describe ------------------------------------------------------------------------------------------
+
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+class Stored(NamedTuple):
+    tensor: torch.Tensor
+    boxes: Sequence[Box]
+    """The chunks."""
+    without: frozenset[int] = frozenset()
+    """Numbers of the chunks that have no checksum."""
+
+
+def cut(shape: Sequence[int], cuts: Sequence[Sequence[int]]) -> list[Box]:
+    edges = [[0, *dim, size] for dim, size in zip(cuts, shape, strict=True)]
+    spans = [list(itertools.pairwise(edge)) for edge in edges]
+    return [(tuple(a for a, _ in box), tuple(b - a for a, b in box)) for box in itertools.product(*spans)]
+
+
+def metadata_of(values: dict[str, Stored | torch.Tensor | bytes], **fields: Any) -> Metadata:
+    """The metadata of a checkpoint with these tensors (in one chunk) and objects; ``fields`` of all that is stored."""
+    metadata = Metadata({}, storage_data={})
+    for fqn, value in values.items():
+        if isinstance(value, torch.Tensor):
+            value = Stored(value, cut(value.shape, [[] for _ in value.shape]))
+        if isinstance(value, bytes):
+            metadata.state_dict_metadata[fqn] = BytesStorageMetadata()
+            info = make_storage_info("__0_0.distcp", 0, len(value), crc64nvme=crc64nvme(value))
+            metadata.storage_data[MetadataIndex(fqn)] = info
+            continue
+        chunks = [ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes in value.boxes]
+        properties = TensorProperties(dtype=value.tensor.dtype)
+        metadata.state_dict_metadata[fqn] = TensorStorageMetadata(properties, value.tensor.shape, chunks)
+        for number, (box, chunk) in enumerate(zip(value.boxes, chunks, strict=True)):
+            data = bits(value.tensor[tuple(slice(at, at + length) for at, length in zip(*box, strict=True))])
+            crc = None if number in value.without else crc64nvme(data)
+            info = make_storage_info("__0_0.distcp", 0, len(data) + 64, raw_offset=64, crc64nvme=crc)
+            metadata.storage_data[MetadataIndex(fqn, chunk.offsets, number)] = info
+    for info in metadata.storage_data.values():
+        vars(info).update(fields)
+    return metadata
+
+
+# --- describe: checksums -------------------------------------------------------------------------------
+
+
+@st.composite
+def _pairs(draw: st.DrawFn) -> tuple[Stored, Stored]:
+    shape = draw(st.sampled_from([(), (1,), (100,), (8, 8), (2, 64), (4, 4, 8), (0, 4)]))
+    tensor = torch.randint(0, 2, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+    other = tensor.clone()
+    for number in draw(st.lists(st.integers(0, max(0, tensor.numel() - 1)), max_size=3 if tensor.numel() else 0)):
+        other.view(-1)[number] ^= draw(st.integers(1, 255))
+    found = []
+    for each in (tensor, other):
+        dims = 1 if draw(st.booleans()) else len(shape)
+        some = [st.sets(st.integers(1, size - 1), max_size=3) if size > 1 else st.just(set()) for size in shape[:dims]]
+        cuts = [sorted(draw(where)) for where in some] + [[]] * (len(shape) - len(some))
+        found.append(Stored(each, draw(st.permutations(cut(shape, cuts)))))
+    return found[0], found[1]
+
+
+def checksum_of(stored: Stored | torch.Tensor | bytes, **fields: Any) -> str | None:
+    return saved_entries(metadata_of({"x": stored}, **fields))[0].checksum
+
+
+@settings(max_examples=300)
+@given(_pairs())
+def test_checksums_are_equal_of_equal_tensors_cut_alike_or_into_rows_only(pair: tuple[Stored, Stored]) -> None:
+    rows = [all(sizes[1:] == each.tensor.shape[1:] for _, sizes in each.boxes) for each in pair]
+    alike = all(rows) or not pair[0].tensor.numel() or set(pair[0].boxes) == set(pair[1].boxes)
+    one, two = map(checksum_of, pair)
+    assert (one == two) == (alike and torch.equal(pair[0].tensor, pair[1].tensor))
+    if rows[0]:
+        assert one == f"{crc64nvme(pair[0].tensor.numpy().tobytes()):016x}"
+        assert checksum_of(pair[0]._replace(without=frozenset({0}))) == (None if pair[0].tensor.numel() else one)
+
+
+def test_columns_in_a_row_are_not_the_tensor_that_has_these_bytes() -> None:
+    tensor = torch.arange(16.0).view(4, 4)
+    columns = Stored(tensor, cut((4, 4), [[], [2]]))
+    same_bytes = torch.cat([tensor[:, :2].reshape(-1), tensor[:, 2:].reshape(-1)]).view(4, 4)
+    assert checksum_of(columns) != checksum_of(same_bytes)
+
+
+def test_checksums_of_objects_and_of_what_was_encoded_are_those_of_the_stored_bytes() -> None:
+    assert checksum_of(b"12") == f"{crc64nvme(b'12'):016x}" != checksum_of(b"13")
+    rows = Stored(torch.arange(8.0), cut((8,), [[4]]))
+    encoded = [checksum_of(rows, transform_descriptors=["z"], **more) for more in ({}, {"raw_offset": None})]
+    assert encoded[0] == encoded[1] != checksum_of(rows)
+
+
+# --- describe: of real checkpoints ---------------------------------------------------------------------
+
+
+def test_a_checkpoint_of_layers(root: str, memory_server: S3Server) -> None:
+    layers = {str(number): {"w": torch.ones(4, 4), "b": torch.ones(4, dtype=torch.bfloat16)} for number in range(8)}
+    state = {"model": {"layers": layers, "head": torch.ones(100)}, "epoch": 3}
+    save(state, f"{root}/step-7", {"config.json": b"{}"}, metrics={"loss": 0.5})
+    memory_server.handle.reset_counters()
+    found = describe(f"{root}/step-7")
+    assert memory_server.handle.counters.requests == {"ListObjectsV2": 1, "GetObject": 2}
+    assert not [each.key for each in memory_server.handle.request_log if each.key.endswith(".distcp")]
+    assert (found.info.step, found.info.world_size, found.info.metrics) == (7, 1, {"loss": 0.5})
+    assert [each.attachment for each in found.objects] == [None, "config.json"]
+    assert found.writer["torch"] == torch.__version__
+    assert sum(entry.parameters for entry in found.entries) == 8 * 20 + 100
+    assert [(entry.dtype, entry.parameters) for entry in found.entries[-2:]] == [("float32", 100), (None, 0)]
+    assert len(json.loads(json.dumps(found.to_dict()))["entries"]) == 18
+    layers["3"]["w"][1, 2] = 7
+    save(state, f"{root}/step-8")
+    one, two = ({each.fqn: each.checksum for each in describe(f"{root}/step-{n}").entries} for n in (7, 8))
+    assert {name for name, checksum in one.items() if checksum != two[name]} == {"model.layers.3.w"}
+
+
+@pytest.mark.servers("memory")
+def test_foreign_checkpoints_and_those_that_each_rank_commits(root: str, s3: Any, tmp_path: Path) -> None:
+    foreign, ranks = save_foreign(s3, f"{root}/foreign", tmp_path), save_on_ranks(f"{root}/ranks", 2)
+    found = describe(foreign)
+    assert {entry.fqn: entry.shape for entry in found.entries} == {"weight": (3, 4), "half": (5,), "step": None}
+    assert (found.info.foreign, found.writer) == (True, {})
+    for each in (foreign, ranks):
+        assert {entry.checksum for entry in describe(each).entries} == {None}

@@ -14,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 import dcp_s3
-from dcp_s3 import S3StorageWriter, errors, verify
+from dcp_s3 import errors, verify
 from dcp_s3.format.blocks import get_facts
 from dcp_s3.format.layout import METADATA_CRC_KEY
 from dcp_s3.memory import ReadTarget, crc64nvme, crc_hex
@@ -24,7 +24,7 @@ from tests.faulty import BUCKET, FaultyServer
 from tests.flipping import flip_in_flight
 from tests.memory_s3 import Fault
 from tests.objects import separate_objects
-from tests.offline.conftest import SETTINGS, Saved, small_state
+from tests.offline.conftest import SETTINGS, Saved, save, small_state
 from tests.retention.making import save_on_ranks
 from tests.spread import spread_out
 
@@ -50,27 +50,20 @@ def test_each_byte_is_read_once_and_none_in_fast_mode(memory_server: Any, s3: An
     state = {f"w{n}": random_tensor((1300, 1024 + n), torch.float32, n) for n in range(3)}
     saved = Saved(s3, root).save(state, writer={"max_objects": 2})
     server, sizes = memory_server.handle, saved.sizes
-    totals: list[int] = []
-    moved: list[int] = []
+    totals, moved = list[int](), list[int]()
     server.reset_counters()
-    report = verify(
-        root, full=True, settings={**SETTINGS, "concurrency": 2}, on_total=totals.append, on_progress=moved.append
-    )
+    settings = {**SETTINGS, "concurrency": 2}
+    report = verify(root, full=True, settings=settings, on_total=totals.append, on_progress=moved.append)
     counters, log = server.counters, server.request_log
     assert report.ok
     assert counters.peak_in_flight <= 2
     data = {path: size for path, size in sizes.items() if path.endswith(".distcp")}
     assert totals == [sum(moved)] == [sum(data.values())]
-    asked: dict[str, list[tuple[int, int]]] = {}
-    for request in log:
-        if request.operation == "GetObject" and request.range:
-            first, last = map(int, request.range.removeprefix("bytes=").split("-"))
-            asked.setdefault(request.key.removeprefix("run/"), []).append((first, last + 1))
-    assert asked.keys() == data.keys()
-    for path, ranges in asked.items():
+    for path, size in data.items():
+        ranges = [each.range.removeprefix("bytes=") for each in log if each.key == f"run/{path}"]
         assert len(ranges) > 1
-        ends = sorted(ranges)
-        assert [0, *(stop for _, stop in ends)] == [*(start for start, _ in ends), data[path]]
+        ends = sorted(tuple(map(int, each.split("-"))) for each in ranges)
+        assert [0, *(last + 1 for _, last in ends)] == [*(first for first, _ in ends), size]
     assert counters.requests["ListObjectsV2"] == 1
     assert counters.bytes_out - report.bytes_read < 10_000  # the listing
     server.reset_counters()
@@ -98,7 +91,7 @@ def test_memory_is_a_block_for_each_connection(saved: Saved, monkeypatch: pytest
     assert {memoryview(buffer).nbytes for buffer in buffers.values()} == {2**16}
 
 
-# --- damaged data ---------------------------------------------------------------------------------------
+# --- damaged data --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("fqn", ["weight", "half", "step"])
@@ -176,7 +169,7 @@ def test_what_has_no_checksum_is_counted_and_not_read(s3: Any, root: str, tmp_pa
         assert {problem.path for problem in saved.verify(full=False).problems} == {path}
 
 
-# --- metadata -------------------------------------------------------------------------------------------
+# --- metadata ------------------------------------------------------------------------------------------
 
 
 def change_info(fqn: str, **fields: Any) -> Callable[[Metadata], None]:
@@ -193,13 +186,6 @@ def move_to_the_end(metadata: Metadata) -> None:
     info.raw_offset = info.length - 1
 
 
-def test_metadata_that_points_to_another_tensor(saved: Saved) -> None:
-    saved.change_metadata(change_info("half", offset=saved.info("twin").offset, length=saved.info("twin").length))
-    problem = saved.only_problem()
-    assert problem.fqn == "half"
-    assert "the metadata is wrong" in problem.what
-
-
 WRONG_METADATA: list[tuple[Callable[[Any], Any], str | None, str]] = [
     (change_info("weight", offset=10**6), "weight", "its object ends at"),
     (change_info("weight", relative_path="__7_0-abc.distcp"), None, "is missing"),
@@ -214,29 +200,31 @@ WRONG_METADATA: list[tuple[Callable[[Any], Any], str | None, str]] = [
 
 
 def test_metadata_that_is_wrong_is_found_without_reading_data(saved: Saved) -> None:
-    original = saved.get(".metadata")
+    original, twin, path = saved.get(".metadata"), saved.info("twin"), saved.info("weight").relative_path
+    for damaged in (".metadata", path):
+        saved.flip(damaged, 100)
+    report = saved.verify()  # of objects, by the manifest
+    assert [problem.path for problem in report.problems] == [".metadata", path]
+    assert (report.objects, report.items) == (2, 0)
+    for damaged in (".metadata", path):
+        saved.flip(damaged, 100)
+    saved.change_metadata(change_info("half", offset=twin.offset, length=twin.length))  # only by its data
+    problem = saved.only_problem()
+    assert problem.fqn == "half"
+    assert "the metadata is wrong" in problem.what
     for change, fqn, what in WRONG_METADATA:
         saved.change_metadata(change)
         for full in (False, True):
             problems = saved.verify(full=full).problems
             assert [problem for problem in problems if problem.fqn == fqn and what in problem.what], (what, problems)
         saved.put(".metadata", original)
-    for damaged in (original[:50], pickle.dumps(Path)):
-        saved.put(".metadata", damaged, {})
+    for data in (original[:50], pickle.dumps(Path)):
+        saved.put(".metadata", data, {})
         problem = saved.only_problem()
         assert (problem.path, problem.fqn) == (".metadata", None)
 
 
-def test_objects_are_checked_by_the_manifest_if_the_metadata_can_not_be_loaded(saved: Saved) -> None:
-    path = saved.info("weight").relative_path
-    saved.flip(path, 0)
-    saved.flip(".metadata", 100)
-    report = saved.verify()
-    assert [problem.path for problem in report.problems] == [".metadata", path]
-    assert (report.objects, report.items) == (2, 0)
-
-
-# --- the manifest ---------------------------------------------------------------------------------------
+# --- the manifest --------------------------------------------------------------------------------------
 
 
 def set_field(**fields: Any) -> Callable[[dict[str, Any]], None]:
@@ -302,30 +290,24 @@ def test_ranks_that_commit_for_themselves(s3: Any, root: str) -> None:
     assert str(saved.verify(full=False).problems[0]).startswith("__1.metadata: is missing")
 
 
-FAULTY_URL = f"s3://{BUCKET}/run/step-1"
+def test_failures_of_s3_are_no_damage_but_an_object_that_goes_while_it_is_read_is(faulty: FaultyServer) -> None:
+    url = f"s3://{BUCKET}/run/step-1"
 
+    def fail(operation: str, where: str, fault: Fault) -> None:
+        faulty.rule = lambda request: fault if request.operation == operation and where in request.key else None
 
-def test_failures_of_s3_are_no_damage(faulty: FaultyServer) -> None:
     with pytest.raises(errors.CheckpointNotFoundError):
-        verify(FAULTY_URL)
-    dcp.save(small_state(), storage_writer=S3StorageWriter(FAULTY_URL), no_dist=True)
+        verify(url)
+    save(small_state(), url)
+    failures = ((Fault.error(403, "AccessDenied"), errors.AccessDeniedError), (Fault.reset(), errors.TransferError))
     for where in (".metadata", "manifest", ".distcp", ""):
-        operation = "GetObject" if where else "ListObjectsV2"
-        for fault, error in (
-            (Fault.error(403, "AccessDenied"), errors.AccessDeniedError),
-            (Fault.reset(), errors.TransferError),
-        ):
-            faulty.rule = lambda r, f=fault, o=operation, w=where: f if r.operation == o and w in r.key else None
+        for fault, error in failures:
+            fail("GetObject" if where else "ListObjectsV2", where, fault)
             with pytest.raises(error):
-                verify(FAULTY_URL, full=True, settings={"retry_attempts": 1})
-
-
-def test_an_object_that_goes_while_it_is_read(faulty: FaultyServer) -> None:
-    dcp.save(small_state(), storage_writer=S3StorageWriter(FAULTY_URL), no_dist=True)
+                verify(url, full=True, settings={"retry_attempts": 1})
     for status, code in ((404, "NoSuchKey"), (412, "PreconditionFailed"), (416, "InvalidRange")):
-        fault = Fault.error(status, code)
-        faulty.rule = lambda r, f=fault: f if r.operation == "GetObject" and r.key.endswith(".distcp") else None
-        (problem,) = verify(FAULTY_URL, full=True).problems
+        fail("GetObject", ".distcp", Fault.error(status, code))
+        (problem,) = verify(url, full=True).problems
         assert problem.fqn is None
         assert "while it was read" in problem.what
 
