@@ -112,7 +112,7 @@ save(storage_writer=S3StorageWriter(url + "/data-alone"), use_collectives=False)
 save(storage_writer=S3StorageWriter(url + "/data-staged"), async_stager=S3Stager())
 small = S3Stager({"staging_limit": "1MiB"}, asynchronous=True)
 dcp.async_save(state, storage_writer=S3StorageWriter(url + "/staging"), async_stager=small)
-""",
+"""
     )
     assert done.returncode == 0, done.stderr
     staging, *uploads = sorted(done.stderr.splitlines())
@@ -139,9 +139,7 @@ def _fail_on_rank_1(url: str, staging: str) -> list[str]:
     rank = dist.get_rank()
     stager = S3Stager({"staging_limit": "1MiB"} if rank == 1 and staging == "fails" else {}, asynchronous=True)
     answer: Any = dcp.async_save(
-        {f"of rank {rank}": torch.ones(1_000_000)},
-        storage_writer=S3StorageWriter(url),
-        async_stager=stager,
+        {f"of rank {rank}": torch.ones(1_000_000)}, storage_writer=S3StorageWriter(url), async_stager=stager
     )
     assert isinstance(answer, AsyncSaveResponse)
     assert answer.upload_completion.exception(_PATIENCE_SECONDS) is not None

@@ -12,15 +12,7 @@ import pytest
 import torch
 
 import dcp_s3
-from dcp_s3 import (
-    CheckpointManager,
-    KeepBest,
-    KeepLatest,
-    S3StorageReader,
-    SaveContinuously,
-    SaveEvery,
-    errors,
-)
+from dcp_s3 import CheckpointManager, KeepBest, KeepLatest, S3StorageReader, SaveContinuously, SaveEvery, errors
 from dcp_s3.events import Event, LoadStarted
 from dcp_s3.manager.select_checkpoint import look_at_disk
 from dcp_s3.spill.saving import spill_commit

@@ -15,15 +15,7 @@ from dcp_s3.checkpoint.commit import Commit, Committer, make_commit
 from dcp_s3.checkpoint.commit_state import Beginning, SaveIdentity
 from dcp_s3.checkpoint.info import Deletion
 from dcp_s3.format.control_files import ObjectEntry
-from dcp_s3.format.layout import (
-    CLAIM,
-    data_object,
-    joint_object,
-    new_nonce,
-    new_save_id,
-    spread,
-    step_of,
-)
+from dcp_s3.format.layout import CLAIM, data_object, joint_object, new_nonce, new_save_id, spread, step_of
 from dcp_s3.memory import crc64nvme, crc_hex
 from dcp_s3.retention.policy import PolicyFunction
 from dcp_s3.store import Upload
