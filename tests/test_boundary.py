@@ -90,9 +90,6 @@ def _our_frames(text: str) -> list[str]:
     return [Path(file).name for file in re.findall(r'File "([^"]*)"', text) if re.search(_NOT_SHOWN, file)]
 
 
-# --- asynchronous saves whose future nobody looks at -------------------------------------------------------
-
-
 def test_failures_that_nobody_looks_at_are_one_line_each_on_standard_error(
     faulty: FaultyServer, run: Callable[[str], Any]
 ) -> None:
@@ -197,9 +194,6 @@ def test_saves_that_succeed_and_saves_that_raise_to_their_caller_log_nothing(
     assert isinstance(error, CheckpointException)
     pickle.dumps(S3StorageWriter(_URL))
     assert _logged(caplog, logging.ERROR) == []
-
-
-# --- without our frames ------------------------------------------------------------------------------------
 
 
 _STATE = {"model": {"weight": torch.ones(4, 3), "bias": torch.ones(3)}, "epoch": 3}

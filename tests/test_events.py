@@ -74,9 +74,6 @@ def refuse(operation: str, name: str = "") -> Callable[[Any], Fault | None]:
     return fault
 
 
-# --- what succeeds ------------------------------------------------------------------------------------------
-
-
 def test_a_save_and_loads_by_one_reader(root: str) -> None:
     heard, own = Heard(), Heard()
     url = f"{root}/step-1000"
@@ -172,9 +169,6 @@ def test_one_commit_for_all_ranks(root: str) -> None:
     assert (told[1][3].rank, told[1][3].ranks) == (1, 2)
 
 
-# --- subscribers --------------------------------------------------------------------------------------------
-
-
 def test_a_subscriber_that_raises_is_logged_once_and_harms_nothing(root: str, caplog: pytest.LogCaptureFixture) -> None:
     heard = Heard()
 
@@ -196,9 +190,6 @@ def test_a_prune_that_left_something_counts_as_failed() -> None:
         after = dcp_s3.stats().prunes
         assert (after.failed - before.failed, after.last_success == 8.0) == (1, ok)
     assert (after.deleted - before.deleted, after.freed_bytes - before.freed_bytes) == (4, 10)
-
-
-# --- what fails ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -248,9 +239,6 @@ def test_loads_that_fail_are_told_once_also_of_a_reader_that_is_used_again(memor
     with pytest.raises(errors.CheckpointNotFoundError):
         S3StorageReader(f"{root}/step-4").read_metadata()  # which is no load
     assert dcp_s3.stats().loads.failed - before.failed == 8
-
-
-# --- the manager --------------------------------------------------------------------------------------------
 
 
 def test_a_manager_tells_of_everything_that_it_does(memory_server: S3Server, root: str) -> None:

@@ -67,9 +67,6 @@ def test_values_are_pickled() -> None:
         assert pickle.loads(pickle.dumps(value)) == value
 
 
-# --- torch -----------------------------------------------------------------------------------------------
-
-
 def _python(code: str, *before: Path) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([*map(str, before), str(_ROOT)])}
     command = [sys.executable, "-c", code]
@@ -149,9 +146,6 @@ print(*done)
 """
     done = _python(program)
     assert (done.returncode, sorted(done.stdout.split())) == (0, ["None", "checked", "checked"]), done.stderr
-
-
-# --- reprs -----------------------------------------------------------------------------------------------
 
 
 def test_a_repr_stays_short_whatever_it_holds() -> None:

@@ -35,9 +35,6 @@ _DCP = "torch.distributed.checkpoint."
 _PACKAGE = Path(inspect.getfile(dcp_s3)).parent
 
 
-# --- names and signatures --------------------------------------------------------------------------------
-
-
 _FILES = _DCP + "filesystem"
 
 
@@ -129,9 +126,6 @@ def test_the_executors_take_what_register_looks_for_by_keyword(executor: Any) ->
         )
 
 
-# --- tensors that know their shards ----------------------------------------------------------------------
-
-
 def test_dcp_asks_a_tensor_for_its_chunks() -> None:
     relied_on = "dcp_s3.shard"
     value = shard(torch.arange(6.0), global_shape=(6,), offsets=(0,))
@@ -147,9 +141,6 @@ def test_dcp_asks_a_tensor_for_its_chunks() -> None:
     assert found.data_ptr() == value.boxes[0].data_ptr(), moved(  # type: ignore[attr-defined]
         "find_tensor_shard does not call __get_tensor_shard__", relied_on
     )
-
-
-# --- in which thread dcp.async_save takes a state up -------------------------------------------------------
 
 
 class _Noting(FileSystemWriter):

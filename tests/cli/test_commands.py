@@ -30,9 +30,6 @@ def loads(*arguments: object, status: int = 0) -> Any:
     return json.loads(run(*arguments, "--json", status=status).stdout, parse_constant=pytest.fail)
 
 
-# --- ls --------------------------------------------------------------------------------------------------
-
-
 def test_ls_shows_a_line_for_each_committed_checkpoint(root: str, s3: Any) -> None:
     for nothing in (root, f"{root}/other"):
         result = run("ls", nothing, status=3)
@@ -65,9 +62,6 @@ def test_latest_prints_a_url_and_nothing_else(root: str, s3: Any) -> None:
     result = run("ls", "--latest", root)
     assert (result.stdout, result.stderr) == (f"{root}/step-10\n", "")
     assert loads("ls", "--latest", root)["step"] == 10
-
-
-# --- show ------------------------------------------------------------------------------------------------
 
 
 def test_show_tells_what_was_saved(root: str, s3: Any) -> None:
@@ -105,9 +99,6 @@ def test_show_has_a_line_for_names_that_are_alike_and_chooses_entries(root: str)
     filtered = run("show", url, "--filter", "*.norm", "--filter", "step").stdout
     assert [row[0] for row in words(filtered)[1:]] == ["model.norm", "step"]
     assert "no entry that matches 'modle.*'" in run("show", url, "--filter", "modle.*", status=1).stderr
-
-
-# --- verify ----------------------------------------------------------------------------------------------
 
 
 def damage(s3: Any, url: str) -> str:
@@ -173,8 +164,6 @@ def test_the_progress_bar_takes_nothing_that_goes_into_a_pipe(root: str, monkeyp
     assert "good" not in result.stderr
 
 
-# --- prune and what goes with it ------------------------------------------------------------------------
-
 ROOT = f"s3://{BUCKET}/run"
 
 
@@ -205,9 +194,6 @@ def steps() -> list[int | None]:
 def rows(output: str) -> dict[str, list[str]]:
     """The lines of a table by their first word."""
     return {line.split()[0]: line.split()[1:] for line in output.splitlines() if line.strip().startswith("step-")}
-
-
-# --- prune ---------------------------------------------------------------------------------------
 
 
 def test_a_dry_run_shows_everything_with_reasons_and_deletes_nothing(run_of_four: str) -> None:
@@ -253,9 +239,6 @@ def test_what_could_not_be_deleted_is_status_1(run_of_four: str, faulty: FaultyS
     assert "1 failure" in result.stderr
     faulty.rule = lambda _: None
     assert steps() == [1, 2, 3, 4]
-
-
-# --- one checkpoint ------------------------------------------------------------------------------
 
 
 def test_pin_protects_until_unpin(run_of_four: str) -> None:

@@ -49,9 +49,6 @@ def assert_loads(where: Path | str) -> None:
     assert_same(loaded, state())
 
 
-# --- cp --------------------------------------------------------------------------------------------------
-
-
 def test_cp_copies_and_goes_on(root: str, s3: Any) -> None:
     url = save(f"{root}/step-1", metrics={"loss": float("nan")})
     assert f"{len(keys(s3, url))} objects, " in run("cp", url, f"{root}-copy/step-1").stderr
@@ -137,8 +134,6 @@ def test_keys_that_are_no_file_names_stay_where_they_are(root: str, s3: Any, tmp
     assert_loads(tmp_path / "in" / "d")
 
 
-# --- export ----------------------------------------------------------------------------------------------
-
 WEIGHTS = {"model": {"a": torch.arange(4.0), "b": torch.arange(5.0)}, "optim": {"a": torch.zeros(2)}, "step": 7}
 
 
@@ -153,8 +148,6 @@ def test_export(root: str, tmp_path: Path) -> None:
     assert "is not empty" in run("export", f"{root}/x", tmp_path, status=1).stderr
     run("export", f"{root}/none", tmp_path / "none", status=3)
 
-
-# --- drain -----------------------------------------------------------------------------------------------
 
 URL = f"s3://{BUCKET}/run/step-1"
 _COMMAND = [sys.executable, "-m", "dcp_s3.cli.main", "drain"]

@@ -48,9 +48,6 @@ def rows(*arguments: str) -> dict[str, dict[str, Any]]:
     return {row["name"]: row for row in json.loads(run(*arguments).stdout)}
 
 
-# --- options -----------------------------------------------------------------------------------------------
-
-
 def test_verbose_logs_to_stderr(faulty: FaultyServer) -> None:
     save(f"{ROOT}/step-1")
     quiet = run("ls", ROOT, "--json")
@@ -109,9 +106,6 @@ def test_wrong_usage_is_status_2(arguments: str) -> None:
 
 def test_version() -> None:
     assert run("--version").stdout == f"dcp-s3 {dcp_s3.__version__}\n"
-
-
-# --- exit statuses -----------------------------------------------------------------------------------------
 
 
 _COMMANDS = (
@@ -175,9 +169,6 @@ def test_the_table_is_in_the_help_and_in_the_documentation() -> None:
     assert set(cli.MEANINGS) == {*range(5), 130}
 
 
-# --- retries -----------------------------------------------------------------------------------------------
-
-
 def test_a_dead_endpoint_is_named_at_the_first_retry_and_once(monkeypatch: pytest.MonkeyPatch) -> None:
     environment = {"AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b", "AWS_DEFAULT_REGION": "us-east-1"}
     environment |= {"DCP_S3_RETRY_ATTEMPTS": "3", "DCP_S3_ENDPOINT_URL": "http://127.0.0.1:9"}
@@ -186,9 +177,6 @@ def test_a_dead_endpoint_is_named_at_the_first_retry_and_once(monkeypatch: pytes
     first, last = run("ls", ROOT, status=1).stderr.splitlines()
     assert first.startswith("127.0.0.1:9 does not answer (EndpointConnectionError): attempt 2 of 3, waiting ")
     assert "after 3 attempts" in last
-
-
-# --- pipes and Ctrl-C --------------------------------------------------------------------------------------
 
 
 def test_tables_are_columns_for_awk(root: str) -> None:
@@ -244,8 +232,6 @@ def test_ctrl_c_ends_a_command_at_once(faulty: FaultyServer, interpreter: Interp
     assert "Traceback" not in messages
 
 
-# --- names that would move the cursor, set the title or forge a line: a terminal is shown what they are -----
-
 _EVIL = "step-1\x1b[31m\x1b]0;owned\x07\nstep-2  committed\u202e\udc80"
 _SHOWN = r"step-1\x1b[31m\x1b]0;owned\x07\nstep-2  committed\u202e\udc80"
 
@@ -266,8 +252,6 @@ def test_notes_lines_and_the_log_show_it_escaped(capsys: pytest.CaptureFixture[s
     assert "\x07" not in out + err
     assert err.count(r"\x1b[31m") == 2
 
-
-# --- imports: what takes seconds is imported by what needs it ----------------------------------------------
 
 _HEAVY = {
     *("torch", "numpy", "boto3", "botocore", "s3transfer", "asyncio"),

@@ -44,9 +44,6 @@ def faulty(monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyServer]:
         assert not S3Store(BUCKET, Settings()).uploads("")
 
 
-# --- doctor ------------------------------------------------------------------------------------------------
-
-
 def test_a_failure_is_status_1_and_names_the_remedy(faulty: FaultyServer) -> None:
     faulty.rule = lambda request: _DENIED if request.operation == "PutObject" else None
     output = run("doctor", URL, status=1).stdout
@@ -96,9 +93,6 @@ def test_an_interrupted_examination_leaves_the_bucket_as_it_was(
     assert "will work" not in output
     assert "not removed" not in messages
     assert "Traceback" not in messages
-
-
-# --- bench -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.docs

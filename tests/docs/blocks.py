@@ -149,7 +149,7 @@ def _dcp_s3(arguments: list[str], where: str) -> None:
     from dcp_s3.cli.main import app
 
     if arguments[0] == "demo":
-        return  # tests/test_demo.py does
+        return  # tests/examples does
     cli.someone_is_there = lambda: True
     result = CliRunner().invoke(app, arguments, input="y\n")
     print(result.output)

@@ -82,9 +82,6 @@ def _values(root: str) -> dict[int, list[float]]:
     return found
 
 
-# --- no collectives --------------------------------------------------------------------------------
-
-
 def _train_counting(root: str, coordination: Any) -> tuple[list[str], int, int, int]:
     """The collectives called, those counted by the group, new groups, and prunes."""
     states = {step: _sharded(step) for step in (1, 2, 3)}
@@ -126,9 +123,6 @@ def test_ranks_save_and_restore_and_without_collectives_none_is_called(
     assert (found[-1].metrics["loss"], found[-1].metrics["late"]) == (1.0 / 3, 1.0)
 
 
-# --- without torch.distributed ----------------------------------------------------------------------
-
-
 def _plain(step: int, rank: int) -> dict[str, Any]:
     return {"model": {"w": _whole(step)}, "step": step, f"rank-{rank}": torch.full((5,), float(10 * step + rank))}
 
@@ -167,9 +161,6 @@ def _make_one(root: str) -> str:
 def test_without_a_name_of_the_run_nothing_is_saved(memory_server: Any, root: str) -> None:
     for text in run_ranks(2, _make_one, root, group=False):
         assert "DCP_S3_RUN_ID" in text
-
-
-# --- one rank alone --------------------------------------------------------------------------------
 
 
 class _Stateless:
@@ -258,9 +249,6 @@ def test_what_a_rank_saved_before_it_went_back_is_not_merged_with_what_it_saves_
     assert first == ["saved"] * 3
     assert [each == "saved" for each in second] == [True, *([False] if called else []), True, True]
     assert _values(root) == {0: [100.0, 100.0], 1: [201.0, 201.0], 2: [202.0, 202.0]}
-
-
-# --- what all restore -------------------------------------------------------------------------------
 
 
 def _restore_apart(root: str) -> tuple[str, list[int | None]]:

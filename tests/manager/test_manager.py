@@ -19,7 +19,7 @@ from dcp_s3.spill.saving import spill_commit
 from dcp_s3.spill.store import SpillStore
 from tests.faulty import BUCKET, FaultyServer
 from tests.interpreter import Interpreter
-from tests.manager.making import blank, is_of, state
+from tests.manager.conftest import blank, is_of, state
 from tests.memory_s3 import Fault
 from tests.retention.making import delete, keys, put
 from tests.retention.runs import Run
@@ -36,9 +36,6 @@ def names(root: str) -> list[str]:
 
 def refuse_saves(request: Any) -> Fault | None:
     return Fault.error(403, "AccessDenied") if request.operation == "PutObject" else None
-
-
-# --- saves and restores --------------------------------------------------------------------------
 
 
 @pytest.mark.servers("memory", "moto")
@@ -85,9 +82,6 @@ def test_a_step_that_is_there_is_an_error_unless_overwritten(root: str) -> None:
         loaded = blank()
         assert manager.restore(loaded) == 5  # waits for the save
         assert is_of(loaded, 55)
-
-
-# --- what goes wrong -----------------------------------------------------------------------------
 
 
 def test_a_failed_save_is_raised_by_the_next_one_and_by_close(
@@ -190,9 +184,6 @@ def test_what_a_restore_can_not_do_is_said(root: str, s3: Any) -> None:
         assert list(caught.value.failures) == [0]
 
 
-# --- local durability ----------------------------------------------------------------------------
-
-
 def test_retention_waits_for_a_save_that_is_only_on_local_disk(
     faulty: FaultyServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -223,9 +214,6 @@ def test_of_the_saves_of_a_url_that_wait_on_disk_the_last_one_counts_and_no_rank
     assert [each.path for each in waiting.objects] == [each.path for each in commits[1].objects]
 
 
-# --- extra -----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("coordination", ["collectives", "s3"])
 def test_what_is_saved_with_a_step_is_read_back(root: str, coordination: Any) -> None:
     with CheckpointManager(root, coordination=coordination) as manager:
@@ -246,9 +234,6 @@ def test_what_is_saved_with_a_step_is_read_back(root: str, coordination: Any) ->
     [first, *_] = dcp_s3.list_checkpoints(root)
     assert (first.extra, first.metrics) == (EXTRA, {"loss": 0.125})
     assert S3StorageReader(first.url).extra() == EXTRA
-
-
-# --- read_only ---------------------------------------------------------------------------------------
 
 
 def _only_reads(request: Any) -> Fault | None:
@@ -307,9 +292,6 @@ def test_read_only_drains_nothing(faulty: FaultyServer, tmp_path: Path, monkeypa
         assert manager.restore(blank()) == 2
 
 
-# --- should_save -------------------------------------------------------------------------------------
-
-
 def test_save_asks_the_policy_and_can_be_forced(root: str) -> None:
     with CheckpointManager(root, should_save=SaveEvery(steps=4)) as manager:
         saved = [step for step in range(1, 10) if manager.save(step, state(step))]
@@ -364,8 +346,6 @@ def test_a_process_that_does_not_close_its_manager_completes_its_save(
     assert "Fatal" not in done.stderr
     assert names(ROOT) == ["step-00000001"]
 
-
-# --- arguments that are refused -------------------------------------------------------------------------
 
 LARGE: Any = {"weight": torch.arange(10_000), "secret": "in the state"}
 

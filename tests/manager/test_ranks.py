@@ -21,7 +21,7 @@ from dcp_s3 import CheckpointManager, SaveEvery, SaveOnPreemption, errors
 from dcp_s3.events import Event, LoadStarted
 from dcp_s3.url import parse_url
 from tests.faulty import BUCKET, serve
-from tests.manager.making import state
+from tests.manager.conftest import state
 from tests.memory_s3 import Fault
 from tests.ranks import run_ranks
 from tests.retention.making import delete, keys, put
@@ -199,9 +199,6 @@ def test_no_thread_of_its_groups_outlives_a_closed_manager(memory_server: Any, r
     for before, made, closed in run_ranks(2, _make_and_close, root):
         assert made > before
         assert closed <= before
-
-
-# --- SIGTERM on any rank: all save the same step, and know of it ----------------------------------------
 
 
 def _policy(every: int = 10) -> Any:

@@ -67,9 +67,6 @@ def watched() -> Iterator[Callable[..., StepDecisions]]:
         each.close()
 
 
-# --- policies ------------------------------------------------------------------------------------
-
-
 def test_every_so_many_steps_wherever_the_run_began() -> None:
     assert saved(decisions(SaveEvery(steps=100)), range(301)) == [100, 200, 300]
     resumed = decisions(SaveEvery(steps=100))
@@ -108,9 +105,6 @@ def test_functions_are_policies_and_are_joined() -> None:
 def test_arguments_that_make_no_sense_are_refused(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(SettingsError, match=message):
         SaveEvery(**arguments)
-
-
-# --- when the ranks come together ------------------------------------------------------------------
 
 
 def test_the_first_ranks_clock_decides_for_all_in_few_meetings() -> None:
@@ -164,9 +158,6 @@ def test_looks_are_as_rare_as_the_next_save_allows(policy: Any, saving: bool, pa
     assert asked[:4] == ([1, 2, 3, 4] if steps == 1 else [1, 2, 4, 8])
     gaps = [later - earlier for earlier, later in itertools.pairwise(asked)]
     assert max(gaps) == steps
-
-
-# --- SIGTERM -------------------------------------------------------------------------------------
 
 
 def test_preemption_saves_once_and_is_known_afterwards(watched: Any) -> None:

@@ -347,9 +347,6 @@ def test_what_waits_in_the_spill_directory_is_local(run: Run, tmp_path: Path) ->
     assert [info.name for info in elsewhere.plan(lambda *_: {}, grace=0.0).deleted] == ["step-1"]
 
 
-# --- metrics after the save, and pins ------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "metrics", [{}, {"loss": math.inf}, {"loss": None}, {"loss": [1]}, {"": 1}, {3: 1}, {"loss": 1j}, "loss=1"]
 )

@@ -281,9 +281,6 @@ def test_the_text_of_a_policy_is_the_policy(policy: Policy) -> None:
     assert run_policy(parsed, steps(1, 20), NOW) == run_policy(policy, steps(1, 20), NOW)  # type: ignore[arg-type]
 
 
-# --- plans: what is kept whatever the policies say -----------------------------------------------------
-
-
 _NOTHING = keep_steps()
 
 
