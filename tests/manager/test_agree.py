@@ -1,4 +1,5 @@
-"""What the ranks of a job agree on: through a process group, or keys of a store."""
+"""What the ranks of a job agree on: through a process group, or keys of a store. What goes on behind the training:
+saves that wait for their upload, what becomes of their failures, and retention. All without S3."""
 
 from __future__ import annotations
 
@@ -191,7 +192,6 @@ def test_the_answers_that_all_have_read_are_removed_by_one_rank_two_saves_later(
     assert left() == ["decision-1", "decision-2", "restore-1-10"]
 
 
-ROOT = "s3://bucket/run"
 _PATIENCE_SECONDS = 60
 
 
@@ -293,7 +293,7 @@ def committed(_: float) -> None:
 def test_saves_that_commit_while_a_prune_runs_share_the_next_one() -> None:
     prune = StandInPrune()
     prune.go.clear()
-    retention = BackgroundRetention(prune, ROOT)
+    retention = BackgroundRetention(prune, str(ROOT))
     retention.saved(committed)
     assert prune.began.acquire(timeout=60)
     for _ in range(5):
@@ -312,7 +312,7 @@ def test_a_save_that_can_not_be_committed_deletes_nothing_and_does_not_end_reten
         raise error
 
     for later, pruned in (((), 0), ((committed,), 1)):
-        retention = BackgroundRetention(prune, ROOT)
+        retention = BackgroundRetention(prune, str(ROOT))
         waited.clear()
         retention.saved(fails)
         assert waited.wait(60)
@@ -326,7 +326,7 @@ def test_close_gives_up_on_a_prune_that_takes_too_long_and_tells_it_to_end(caplo
     prune = StandInPrune()
     prune.go.clear()
     prune.error = errors.CheckpointError("it was not told to end")
-    retention = BackgroundRetention(prune, ROOT)
+    retention = BackgroundRetention(prune, str(ROOT))
     retention.saved(committed)
     assert prune.began.acquire(timeout=60)
     thread = retention._thread
