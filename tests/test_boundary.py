@@ -7,7 +7,6 @@ import logging
 import pickle
 import re
 import sys
-import textwrap
 import time
 import traceback
 from collections.abc import Callable
@@ -38,35 +37,24 @@ _SCRIPT = """
 import sys
 from concurrent.futures import wait
 import torch
-import torch.distributed as dist
-
-import dcp_s3
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from dcp_s3 import S3Stager, S3StorageWriter
 
-if __name__ == "__main__":
-    url, rendezvous = sys.argv[1:]
-    state = {"weight": torch.ones(1_000_000)}
-    writer = S3StorageWriter(url)
+def save(**more):
+    wait([dcp.async_save(state, **more)])  # for the sake of the staging: at the result nobody looks
+
+url, state = sys.argv[1], {"weight": torch.ones(1_000_000)}
+save(storage_writer=S3StorageWriter(url + "/data"))
+save(storage_writer=S3StorageWriter(url + "/commit"))
+save(storage_writer=S3StorageWriter(url + "/data-alone"), use_collectives=False)
+save(storage_writer=S3StorageWriter(url + "/data-staged"), async_stager=S3Stager())
+small = S3Stager({"staging_limit": "1MiB"}, asynchronous=True)
+dcp.async_save(state, storage_writer=S3StorageWriter(url + "/staging"), async_stager=small)
 """
 
 
 def _deny(faulty: FaultyServer, operation: str, name: str) -> None:
     faulty.rule = lambda r: _DENIED if r.operation == operation and r.key.endswith(name) else None
-
-
-@pytest.fixture
-def run(interpreter: Interpreter, tmp_path: Path) -> Callable[[str], Any]:
-    """Runs a script of the user's, in a process of its own that does nothing about logging."""
-
-    def run(body: str) -> Any:
-        script = tmp_path / "script.py"
-        script.write_text(_SCRIPT + textwrap.indent(body, "    "))
-        command = [sys.executable, "-W", "ignore", str(script), _URL, str(tmp_path / "rendezvous")]
-        return interpreter.run(command, capture_output=True, timeout=240)
-
-    return run
 
 
 def _logged(caplog: pytest.LogCaptureFixture, level: int) -> list[str]:
@@ -91,26 +79,16 @@ def _our_frames(text: str) -> list[str]:
 
 
 def test_failures_that_nobody_looks_at_are_one_line_each_on_standard_error(
-    faulty: FaultyServer, run: Callable[[str], Any]
+    faulty: FaultyServer, interpreter: Interpreter
 ) -> None:
+    """In a process of the user's, which does nothing about logging."""
     faulty.rule = lambda r: (
         _DENIED
         if r.operation == "PutObject" and r.key.endswith(".distcp" if "/data" in r.key else ".metadata")
         else None
     )
-    done = run(
-        """
-def save(**more):
-    wait([dcp.async_save(state, **more)])  # for the sake of the staging: at the result nobody looks
-
-save(storage_writer=S3StorageWriter(url + "/data"))
-save(storage_writer=S3StorageWriter(url + "/commit"))
-save(storage_writer=S3StorageWriter(url + "/data-alone"), use_collectives=False)
-save(storage_writer=S3StorageWriter(url + "/data-staged"), async_stager=S3Stager())
-small = S3Stager({"staging_limit": "1MiB"}, asynchronous=True)
-dcp.async_save(state, storage_writer=S3StorageWriter(url + "/staging"), async_stager=small)
-"""
-    )
+    command = [sys.executable, "-W", "ignore", "-c", _SCRIPT, _URL]
+    done = interpreter.run(command, capture_output=True, timeout=240)
     assert done.returncode == 0, done.stderr
     staging, *uploads = sorted(done.stderr.splitlines())
     for line, name in zip(uploads, ["commit", "data", "data-alone", "data-staged"], strict=True):
@@ -121,17 +99,11 @@ dcp.async_save(state, storage_writer=S3StorageWriter(url + "/staging"), async_st
     assert "DCP_S3_STAGING_LIMIT" in staging
 
 
-def _collected() -> list[str]:
-    """What is logged from now on in this process."""
-    lines: list[str] = []
+def _fail_on_rank_1(url: str, staging: str) -> list[str]:
+    lines, told = list[str](), list[str]()
     handler = logging.Handler(logging.ERROR)
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("dcp_s3").addHandler(handler)
-    return lines
-
-
-def _fail_on_rank_1(url: str, staging: str) -> list[str]:
-    lines, told = _collected(), list[str]()
     events.subscribe(lambda event: told.append(type(event).__name__))
     rank = dist.get_rank()
     stager = S3Stager({"staging_limit": "1MiB"} if rank == 1 and staging == "fails" else {}, asynchronous=True)
@@ -161,20 +133,16 @@ def test_the_rank_that_failed_logs_why_and_the_first_one_that_it_is_not_committe
 
 
 class _BrokenPlanner(DefaultSavePlanner):
-    def __init__(self, breaks: str) -> None:
-        super().__init__()
-        setattr(self, breaks, self._fail)
-
-    def _fail(self, *_: Any) -> Any:
+    def create_global_plan(self, *_: Any) -> Any:
         raise ZeroDivisionError("in the planner")
 
 
 def test_what_fails_outside_of_dcp_s3_is_logged_and_keeps_its_frames(
     faulty: FaultyServer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    planner = _BrokenPlanner("create_global_plan")
+    planner = _BrokenPlanner()
     future: Any = dcp.async_save({"w": torch.ones(3)}, storage_writer=S3StorageWriter(_URL), planner=planner)
-    with pytest.raises(CheckpointException, match="in _fail"):
+    with pytest.raises(CheckpointException, match="in create_global_plan"):
         future.result(_PATIENCE_SECONDS)
     (message,) = _wait_for_one(lambda: _logged(caplog, logging.ERROR))
     assert f"to {_URL} failed on rank 0: CheckpointError: it was not committed: " in message

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import signal
-import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -150,7 +149,6 @@ def test_export(root: str, tmp_path: Path) -> None:
 
 
 URL = f"s3://{BUCKET}/run/step-1"
-_COMMAND = [sys.executable, "-m", "dcp_s3.cli.main", "drain"]
 drain = partial(looking.run, "drain")
 
 
