@@ -347,24 +347,20 @@ def test_what_waits_in_the_spill_directory_is_local(run: Run, tmp_path: Path) ->
     assert [info.name for info in elsewhere.plan(lambda *_: {}, grace=0.0).deleted] == ["step-1"]
 
 
-@pytest.mark.parametrize(
-    "metrics", [{}, {"loss": math.inf}, {"loss": None}, {"loss": [1]}, {"": 1}, {3: 1}, {"loss": 1j}, "loss=1"]
-)
-def test_what_can_not_be_stored_is_refused_before_any_request(run: Run, metrics: Any) -> None:
-    with pytest.raises(errors.SettingsError, match=r"expected a mapping|cannot be stored"):
-        run.annotate("step-1", metrics)
+def test_marks_need_a_committed_checkpoint_and_metrics_that_can_be_stored(run: Run) -> None:
+    values = math.inf, None, [1], 1j
+    refused: tuple[Any, ...] = {}, {"": 1}, {3: 1}, "loss=1", *({"loss": value} for value in values)
+    for metrics in refused:
+        with pytest.raises(errors.SettingsError, match=r"expected a mapping|cannot be stored"):
+            run.annotate("step-1", metrics)
     assert not run.calls
-
-
-def test_marks_need_a_committed_checkpoint(run: Run) -> None:
     run.steps(1)
     run.delete("step-1", ".metadata")
     before = run.objects()
     for name in ("step-1", "step-2"):
-        with pytest.raises(errors.CheckpointNotFoundError, match="no committed checkpoint"):
-            run.annotate(name, {"loss": 1})
-        with pytest.raises(errors.CheckpointNotFoundError, match="no committed checkpoint"):
-            run.pin(name)
+        for mark in (lambda name=name: run.annotate(name, {"loss": 1}), lambda name=name: run.pin(name)):
+            with pytest.raises(errors.CheckpointNotFoundError, match="no committed checkpoint"):
+                mark()
     assert run.objects() == before
 
 

@@ -104,10 +104,10 @@ def test_leftovers_and_uploads_go_after_the_grace_period(run: Run) -> None:
     run.delete("step-0", ".metadata")
     run.put("step-1", "__0_0-abcdef.distcp")
     for step in (0, 1, 7):
-        run.open_upload(f"run/step-{step}/__0_1-abcdef.distcp")
+        run.memory.begin(f"run/step-{step}/__0_1-abcdef.distcp")
     others = ["run/deep/er/__0_0-ab.distcp", "run/logs/events", "run/x.distcp", "runner/step-1/__0_0-ab.distcp"]
     for key in others:
-        run.open_upload(key)
+        run.memory.begin(key)
     before = run.objects()
     run.clock.now += 2 * HOUR
     report = run.prune(grace="3h")
@@ -238,7 +238,7 @@ PROTECTED: dict[str, Callable[[Run], Any]] = {
     "pinned": lambda run: run.pin("step-1"),
     "lease": lambda run: run.put("step-1", lease_object("ab", 600)),
     "object": lambda run: run.put("step-1", "__0_0-abcdef.distcp"),
-    "upload": lambda run: run.open_upload("run/step-1/__0_0-ab.distcp"),
+    "upload": lambda run: run.memory.begin("run/step-1/__0_0-ab.distcp"),
 }
 
 
