@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import logging
 import pickle
-from collections.abc import Callable
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -209,17 +208,17 @@ def test_any_key_survives_a_round_trip(segments: list[str]) -> None:
 # --- sizes and durations ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("parse", "text", "value"),
-    [
+def test_sizes_and_durations_and_counts_for_people() -> None:
+    for parse, text, value in (
         (parse_size, "64MiB", 64 * 2**20), (parse_size, "64 mib", 64 * 2**20), (parse_size, "5GB", 5 * 10**9),
         (parse_size, "8M", 8 * 2**20), (parse_size, "1.5KiB", 1536), (parse_size, "77", 77), (parse_size, 9, 9),
         (parse_duration, "30s", 30), (parse_duration, "250ms", 0.25), (parse_duration, "5m", 300),
         (parse_duration, "2h", 7200), (parse_duration, "1d", 86400), (parse_duration, 3, 3), (parse_duration, "7", 7),
-    ],
-)  # fmt: skip
-def test_sizes_and_durations(parse: Callable[[object], float], text: object, value: float) -> None:
-    assert parse(text) == value
+    ):  # fmt: skip
+        assert parse(text) == value
+    assert [format_size(n) for n in (5, 1536, 3 * 2**20, 2**40)] == ["5 B", "1.5 KiB", "3.0 MiB", "1.0 TiB"]
+    assert [plural(count, "object") for count in (0, 1, 2)] == ["0 objects", "1 object", "2 objects"]
+    assert plural(2, "entry") == "2 entries"
 
 
 @pytest.mark.parametrize(
@@ -229,12 +228,6 @@ def test_what_is_none_is_refused(text: object) -> None:
     for parse in (parse_size, parse_duration):
         with pytest.raises(ValueError, match="expected"):
             parse(text)
-
-
-def test_sizes_and_counts_for_people() -> None:
-    assert [format_size(n) for n in (5, 1536, 3 * 2**20, 2**40)] == ["5 B", "1.5 KiB", "3.0 MiB", "1.0 TiB"]
-    assert [plural(count, "object") for count in (0, 1, 2)] == ["0 objects", "1 object", "2 objects"]
-    assert plural(2, "entry") == "2 entries"
 
 
 # --- errors ----------------------------------------------------------------------------------------------
@@ -296,17 +289,14 @@ def test_equal_causes_of_all_ranks_are_told_once() -> None:
     ]
 
 
-def test_different_causes_name_their_ranks() -> None:
+def test_different_causes_name_their_ranks_and_those_that_failed_because_of_others_are_left_out() -> None:
     failures: dict[int, BaseException] = {0: _denied(0), 2: _denied(2), 1: ZeroDivisionError("in the planner")}
     lines = panel("the save", failures).splitlines()
     assert lines[0] == "the save failed on ranks 0 to 2"
     assert lines[1].startswith("  On ranks 0, 2: AccessDeniedError: ")
     assert "  On rank 1: ZeroDivisionError: in the planner" in lines
     assert name_failed(failures).endswith("; rank 1 cannot go on: ZeroDivisionError: in the planner")
-
-
-def test_a_rank_that_failed_because_of_another_one_is_left_out() -> None:
-    failures: dict[int, BaseException] = {0: errors.PeerReadError("rank 1 failed", rank=1), 1: _denied(1)}
+    failures = {0: errors.PeerReadError("rank 1 failed", rank=1), 1: _denied(1)}
     assert panel("the load", failures).startswith("the load failed on rank 1\n  Cause: AccessDeniedError")
 
 

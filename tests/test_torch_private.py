@@ -92,14 +92,13 @@ def test_the_default_group_has_a_store_in_which_the_first_value_stands(tmp_path:
     assert torch_private.default_store() is None
 
 
-def test_the_metadata_of_torch_has_the_version_that_ours_has(tmp_path: Path) -> None:
+def test_metadata_has_the_version_of_ours_and_properties_their_memory_format_in_the_fourth_place(
+    tmp_path: Path,
+) -> None:
     dcp.save({"w": torch.ones(3)}, checkpoint_id=tmp_path)
     assert FileSystemReader(tmp_path).read_metadata().version == DCP_VERSION, moved(
         "Metadata.version", "layout.DCP_VERSION: see what the new format has"
     )
-
-
-def test_the_properties_of_a_tensor_have_their_memory_format_in_the_fourth_place() -> None:
     state: Any = TensorProperties().__getstate__()  # type: ignore[no-untyped-call]
     assert type(state[3]).__name__ == "_MEM_FORMAT_ENCODING", moved("TensorProperties", "format/allow_list.py")
 
@@ -117,13 +116,15 @@ def test_the_signatures_are_what_they_were() -> None:
         )
 
 
-@pytest.mark.parametrize("executor", torch_private.AsyncCheckpointExecutor.__subclasses__())
-def test_the_executors_take_what_register_looks_for_by_keyword(executor: Any) -> None:
-    found = inspect.signature(executor.execute_save).parameters
-    for name in ("checkpoint_id", "storage_writer"):
-        assert found[name].kind is inspect.Parameter.KEYWORD_ONLY, moved(
-            f"{executor.__name__}.execute_save takes {name} by position", "register(): it looks into the keywords"
-        )
+def test_the_executors_take_what_register_looks_for_by_keyword() -> None:
+    executors = torch_private.AsyncCheckpointExecutor.__subclasses__()
+    assert executors
+    for executor in executors:
+        found = inspect.signature(executor.execute_save).parameters
+        for name in ("checkpoint_id", "storage_writer"):
+            assert found[name].kind is inspect.Parameter.KEYWORD_ONLY, moved(
+                f"{executor.__name__}.execute_save takes {name} by position", "register(): it looks into the keywords"
+            )
 
 
 def test_dcp_asks_a_tensor_for_its_chunks() -> None:

@@ -134,17 +134,12 @@ def test_strided_tensors_are_copied_in_bounded_pieces_and_plain_ones_not_at_all(
     assert bytes(view) == bits(plain)
 
 
-def test_pauses_overlap() -> None:
+def test_pauses_of_the_collector_overlap_and_a_child_that_is_forked_meanwhile_collects() -> None:
     assert gc.isenabled()
     with collector_paused():
         with collector_paused():
             assert not gc.isenabled()
         assert not gc.isenabled()
-    assert gc.isenabled()
-
-
-def test_a_child_that_is_forked_meanwhile_collects() -> None:
-    with collector_paused():
         child = os.fork()
         if child == 0:
             os._exit(0 if gc.isenabled() else 1)

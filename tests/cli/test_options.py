@@ -101,10 +101,6 @@ def test_wrong_usage_is_status_2(arguments: str) -> None:
     assert option in run(*arguments.split(), status=2).stderr
 
 
-def test_version() -> None:
-    assert run("--version").stdout == f"dcp-s3 {dcp_s3.__version__}\n"
-
-
 _COMMANDS = (
     "show {0}", "verify {0}", "cp {0} copy", "cp {0} s3://another/copy", "export {0} exported",
     "pin {0}", "rm {0} --yes", "ls {0}", "ls --latest {0}", "verify {0} --root", "prune {0} latest:1 --yes",
@@ -157,7 +153,8 @@ def test_what_is_damaged_is_status_4(command: str, root: str, s3: Any) -> None:
         run(*command.format(url).split(), status=cli.DAMAGED)
 
 
-def test_the_table_is_in_the_help_and_in_the_documentation() -> None:
+def test_the_version_and_the_table_of_statuses_which_is_in_the_documentation_too() -> None:
+    assert run("--version").stdout == f"dcp-s3 {dcp_s3.__version__}\n"
     shown = " ".join(run("--help").stdout.split())
     page = (Path(__file__).resolve().parents[2] / "docs" / "cli.md").read_text()
     for status, meaning in cli.MEANINGS.items():

@@ -90,15 +90,12 @@ def _never(*_: Any) -> Any:
     raise AssertionError("asked, though there is an answer")
 
 
-def test_ranks_that_ask_about_different_steps_all_raise() -> None:
-    found = on_threads(2, lambda ranks: ranks.decide(7 + ranks.rank, lambda _: (False, 1), False))
-    assert all("different steps on the ranks: 7 and 8" in str(each) for each in found)
-
-
-def test_a_policy_that_fails_on_the_first_rank_fails_on_all() -> None:
+def test_different_steps_on_the_ranks_and_a_policy_that_fails_on_the_first_rank_fail_on_all() -> None:
     def broken(_: bool) -> Any:
         raise ZeroDivisionError("mine")
 
+    found = on_threads(2, lambda ranks: ranks.decide(7 + ranks.rank, lambda _: (False, 1), False))
+    assert all("different steps on the ranks: 7 and 8" in str(each) for each in found)
     first, second = on_threads(2, lambda ranks: ranks.decide(2, broken, False))
     assert type(first) is ZeroDivisionError
     assert "step 2 is not known: the policy has failed on rank 0" in str(second)
@@ -120,12 +117,14 @@ def test_in_the_store_of_a_process_group_the_first_value_stands(kind: str, tmp_p
     assert first.offer("a", "3") == second.look("a") == "3"
 
 
-def test_the_first_choice_stands_for_all() -> None:
+def test_the_first_choice_stands_for_all_who_ask_for_the_same() -> None:
     ranks = store_ranks(3, MemoryKeys())
     assert ranks[2].choose("latest", lambda: _at(5)) == _at(5)
     assert [each.choose("latest", _never) for each in ranks[:2]] == [_at(5)] * 2
     assert ranks[2].choose("latest", lambda: None) is None
     assert ranks[1].choose("latest", _never) is None, "that there is nothing stands, too"
+    with pytest.raises(errors.CheckpointError, match="restore asks for different steps"):
+        ranks[0].choose(("best", "loss", None), _never)
 
 
 @pytest.mark.parametrize(
@@ -140,13 +139,6 @@ def test_an_answer_that_is_damaged_or_foreign_is_refused_rather_than_replaced_by
     with pytest.raises(errors.SaveProtocolError, match=f"{key} is damaged.*Remedy: delete it, and restart"):
         second.choose("latest", lambda: _at(6))
     assert store.get(key).data == data
-
-
-def test_ranks_that_ask_for_different_checkpoints_are_told() -> None:
-    first, second = store_ranks(2, MemoryKeys())
-    first.choose(("latest", None, None), lambda: _at(5))
-    with pytest.raises(errors.CheckpointError, match="restore asks for different steps"):
-        second.choose(("best", "loss", None), _never)
 
 
 def test_the_first_decision_stands_and_sigterm_of_any_rank_is_in_the_next() -> None:
