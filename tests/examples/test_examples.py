@@ -22,20 +22,20 @@ from dcp_s3 import latest, read_tensors
 from dcp_s3.demo import DemoError, training
 from examples import launchers_train
 from examples.hand_sharded import HEAD, KEYS, QUERIES, WIDTH, train
+from tests.docs.blocks import ROOT as REPOSITORY
+from tests.docs.blocks import blocks
 from tests.faulty import BUCKET, FaultyServer
 from tests.killing import AtRequest
 from tests.ranks import run_ranks
 from tests.servers import S3Server
 
-_REPOSITORY = Path(__file__).resolve().parents[2]
 _TORCHRUN = Path(sys.executable).with_name("torchrun")
-_PAGE = (_REPOSITORY / "docs" / "launchers.md").read_text()
-_FENCED = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 ROOT = f"s3://{BUCKET}/run"  # that of the page
 
 
 def _blocks(language: str) -> list[str]:
-    return [block for found, block in _FENCED.findall(_PAGE) if found == language]
+    found = blocks(REPOSITORY / "docs" / "launchers.md")
+    return [block.text for block in found if block.language == language]
 
 
 @pytest.mark.parametrize("language", ["bash", "yaml"])
@@ -76,7 +76,7 @@ def slurm(tmp_path: Path) -> dict[str, str]:
     return {
         **os.environ,
         "PATH": f"{programs}{os.pathsep}{_TORCHRUN.parent}{os.pathsep}{os.environ['PATH']}",
-        "PYTHONPATH": str(_REPOSITORY),
+        "PYTHONPATH": str(REPOSITORY),
         "GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0",
         "OMP_NUM_THREADS": "1",
         "SLURM_JOB_ID": "17",
