@@ -7,7 +7,6 @@ import logging
 import pickle
 import re
 import sys
-import time
 import traceback
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -28,6 +27,7 @@ from tests.faulty import BUCKET, FaultyServer
 from tests.interpreter import Interpreter
 from tests.memory_s3 import Fault
 from tests.ranks import run_ranks
+from tests.s3.waiting import until
 
 _PATIENCE_SECONDS = 60
 _URL = f"s3://{BUCKET}/run/step-1"
@@ -60,14 +60,6 @@ def _deny(faulty: FaultyServer, operation: str, name: str) -> None:
 def _logged(caplog: pytest.LogCaptureFixture, level: int) -> list[str]:
     """What the user sees in the log. (Nobody sees what DCP logs of each of its steps.)"""
     return [r.getMessage() for r in caplog.records if r.levelno >= level and not r.name.startswith("c10d-")]
-
-
-def _wait_for_one(lines: Callable[[], list[str]]) -> list[str]:
-    """The lines of a log as soon as there is one: whoever waits for a future is woken before it is logged."""
-    deadline = time.monotonic() + _PATIENCE_SECONDS
-    while not lines() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return lines()
 
 
 _NOT_SHOWN = re.escape(f"{Path(dcp_s3.__file__).parent}/") + "|boto|urllib3"  # a clone may be called dcp_s3, too
@@ -112,8 +104,8 @@ def _fail_on_rank_1(url: str, staging: str) -> list[str]:
     )
     assert isinstance(answer, AsyncSaveResponse)
     assert answer.upload_completion.exception(_PATIENCE_SECONDS) is not None
-    _wait_for_one(lambda: lines)
-    assert _wait_for_one(lambda: [name for name in told if name == "SaveFailed"]) == ["SaveFailed"]
+    until(lambda: bool(lines) and "SaveFailed" in told)  # told and logged after the future is done
+    assert told.count("SaveFailed") == 1
     dist.barrier()
     assert dcp_s3.stats().saves.failed == 1
     return lines
@@ -144,7 +136,8 @@ def test_what_fails_outside_of_dcp_s3_is_logged_and_keeps_its_frames(
     future: Any = dcp.async_save({"w": torch.ones(3)}, storage_writer=S3StorageWriter(_URL), planner=planner)
     with pytest.raises(CheckpointException, match="in create_global_plan"):
         future.result(_PATIENCE_SECONDS)
-    (message,) = _wait_for_one(lambda: _logged(caplog, logging.ERROR))
+    until(lambda: bool(_logged(caplog, logging.ERROR)))  # whoever waits for a future is woken before it is logged
+    (message,) = _logged(caplog, logging.ERROR)
     assert f"to {_URL} failed on rank 0: CheckpointError: it was not committed: " in message
     assert "the future of dcp.async_save has the error" in message
 
