@@ -16,16 +16,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 import dcp_s3
-from dcp_s3 import (
-    CheckpointManager,
-    KeepLatest,
-    S3LoadPlanner,
-    S3Stager,
-    S3StorageReader,
-    S3StorageWriter,
-    errors,
-    events,
-)
+from dcp_s3 import CheckpointManager, S3LoadPlanner, S3Stager, S3StorageReader, S3StorageWriter, errors, events
 from dcp_s3.spill.drain import stop_draining
 from tests.memory_s3 import Fault
 from tests.ranks import run_ranks
@@ -243,7 +234,7 @@ def test_loads_that_fail_are_told_once_also_of_a_reader_that_is_used_again(memor
 
 def test_a_manager_tells_of_everything_that_it_does(memory_server: S3Server, root: str) -> None:
     heard = Heard()
-    with CheckpointManager(root, retention=KeepLatest(1), on_event=heard) as manager:
+    with CheckpointManager(root, retention="latest:1", on_event=heard) as manager:
         manager.save(1, state())
         manager.save(2, state())
         manager.wait()

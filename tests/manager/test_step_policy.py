@@ -13,16 +13,10 @@ from typing import Any
 
 import pytest
 
+from dcp_s3 import SaveContinuously, SaveEvery, SaveOnPreemption
 from dcp_s3.errors import SettingsError
 from dcp_s3.manager.agree import Ranks
-from dcp_s3.manager.step_policy import (
-    SaveContinuously,
-    SaveEvery,
-    SaveOnPreemption,
-    SigtermFlag,
-    StepDecisions,
-    check_policy,
-)
+from dcp_s3.manager.step_policy import SigtermFlag, StepDecisions, check_policy
 from tests.manager.test_agree import MemoryKeys, ThreadRanks, on_threads, store_ranks
 
 

@@ -12,19 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dcp_s3 import KeepBest, KeepDaily, KeepEvery, KeepLatest, KeepWithin
+from dcp_s3 import KeepBest, KeepDaily, KeepEvery, KeepLatest, KeepWithin, Policy
 from dcp_s3.checkpoint.info import CheckpointInfo, age_order
 from dcp_s3.errors import SettingsError
 from dcp_s3.retention.plan import LEASE_MARGIN, CatalogSnapshot, LeftoverObject, OpenUpload, Plan
-from dcp_s3.retention.policy import (
-    AnyOf,
-    Policy,
-    PolicyFunction,
-    best_first,
-    parse_policy,
-    policy_from_settings,
-    run_policy,
-)
+from dcp_s3.retention.policy import AnyOf, PolicyFunction, best_first, parse_policy, policy_from_settings, run_policy
 from dcp_s3.settings import Settings
 from tests.retention.runs import keep_steps
 
