@@ -56,7 +56,7 @@ _end = float("inf")
 
 _TESTS = Path(__file__).parent
 # `make test-docs` runs these, and what is marked so elsewhere.
-_DOCS = ("docs/", "examples/", "test_demo.py", "test_benchmarks.py")
+_DOCS = ("docs/", "examples/", "test_benchmarks.py")
 # What differs between servers: requests and their answers, conditional writes.
 _ON_EVERY_SERVER = ("s3/", "servers/", "checkpoint/", "test_store_contract.py")
 _ON_RGW = (*_ON_EVERY_SERVER, "end_to_end/test_roundtrip.py", "coordination/", "checkup/")

@@ -7,8 +7,6 @@ import logging
 import pickle
 import re
 import sys
-import textwrap
-import time
 import traceback
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -29,6 +27,7 @@ from tests.faulty import BUCKET, FaultyServer
 from tests.interpreter import Interpreter
 from tests.memory_s3 import Fault
 from tests.ranks import run_ranks
+from tests.s3.waiting import until
 
 _PATIENCE_SECONDS = 60
 _URL = f"s3://{BUCKET}/run/step-1"
@@ -38,17 +37,19 @@ _SCRIPT = """
 import sys
 from concurrent.futures import wait
 import torch
-import torch.distributed as dist
-
-import dcp_s3
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from dcp_s3 import S3Stager, S3StorageWriter
 
-if __name__ == "__main__":
-    url, rendezvous = sys.argv[1:]
-    state = {"weight": torch.ones(1_000_000)}
-    writer = S3StorageWriter(url)
+def save(**more):
+    wait([dcp.async_save(state, **more)])  # for the sake of the staging: at the result nobody looks
+
+url, state = sys.argv[1], {"weight": torch.ones(1_000_000)}
+save(storage_writer=S3StorageWriter(url + "/data"))
+save(storage_writer=S3StorageWriter(url + "/commit"))
+save(storage_writer=S3StorageWriter(url + "/data-alone"), use_collectives=False)
+save(storage_writer=S3StorageWriter(url + "/data-staged"), async_stager=S3Stager())
+small = S3Stager({"staging_limit": "1MiB"}, asynchronous=True)
+dcp.async_save(state, storage_writer=S3StorageWriter(url + "/staging"), async_stager=small)
 """
 
 
@@ -56,30 +57,9 @@ def _deny(faulty: FaultyServer, operation: str, name: str) -> None:
     faulty.rule = lambda r: _DENIED if r.operation == operation and r.key.endswith(name) else None
 
 
-@pytest.fixture
-def run(interpreter: Interpreter, tmp_path: Path) -> Callable[[str], Any]:
-    """Runs a script of the user's, in a process of its own that does nothing about logging."""
-
-    def run(body: str) -> Any:
-        script = tmp_path / "script.py"
-        script.write_text(_SCRIPT + textwrap.indent(body, "    "))
-        command = [sys.executable, "-W", "ignore", str(script), _URL, str(tmp_path / "rendezvous")]
-        return interpreter.run(command, capture_output=True, timeout=240)
-
-    return run
-
-
 def _logged(caplog: pytest.LogCaptureFixture, level: int) -> list[str]:
     """What the user sees in the log. (Nobody sees what DCP logs of each of its steps.)"""
     return [r.getMessage() for r in caplog.records if r.levelno >= level and not r.name.startswith("c10d-")]
-
-
-def _wait_for_one(lines: Callable[[], list[str]]) -> list[str]:
-    """The lines of a log as soon as there is one: whoever waits for a future is woken before it is logged."""
-    deadline = time.monotonic() + _PATIENCE_SECONDS
-    while not lines() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return lines()
 
 
 _NOT_SHOWN = re.escape(f"{Path(dcp_s3.__file__).parent}/") + "|boto|urllib3"  # a clone may be called dcp_s3, too
@@ -90,30 +70,17 @@ def _our_frames(text: str) -> list[str]:
     return [Path(file).name for file in re.findall(r'File "([^"]*)"', text) if re.search(_NOT_SHOWN, file)]
 
 
-# --- asynchronous saves whose future nobody looks at -------------------------------------------------------
-
-
 def test_failures_that_nobody_looks_at_are_one_line_each_on_standard_error(
-    faulty: FaultyServer, run: Callable[[str], Any]
+    faulty: FaultyServer, interpreter: Interpreter
 ) -> None:
+    """In a process of the user's, which does nothing about logging."""
     faulty.rule = lambda r: (
         _DENIED
         if r.operation == "PutObject" and r.key.endswith(".distcp" if "/data" in r.key else ".metadata")
         else None
     )
-    done = run(
-        """
-def save(**more):
-    wait([dcp.async_save(state, **more)])  # for the sake of the staging: at the result nobody looks
-
-save(storage_writer=S3StorageWriter(url + "/data"))
-save(storage_writer=S3StorageWriter(url + "/commit"))
-save(storage_writer=S3StorageWriter(url + "/data-alone"), use_collectives=False)
-save(storage_writer=S3StorageWriter(url + "/data-staged"), async_stager=S3Stager())
-small = S3Stager({"staging_limit": "1MiB"}, asynchronous=True)
-dcp.async_save(state, storage_writer=S3StorageWriter(url + "/staging"), async_stager=small)
-""",
-    )
+    command = [sys.executable, "-W", "ignore", "-c", _SCRIPT, _URL]
+    done = interpreter.run(command, capture_output=True, timeout=240)
     assert done.returncode == 0, done.stderr
     staging, *uploads = sorted(done.stderr.splitlines())
     for line, name in zip(uploads, ["commit", "data", "data-alone", "data-staged"], strict=True):
@@ -124,29 +91,21 @@ dcp.async_save(state, storage_writer=S3StorageWriter(url + "/staging"), async_st
     assert "DCP_S3_STAGING_LIMIT" in staging
 
 
-def _collected() -> list[str]:
-    """What is logged from now on in this process."""
-    lines: list[str] = []
+def _fail_on_rank_1(url: str, staging: str) -> list[str]:
+    lines, told = list[str](), list[str]()
     handler = logging.Handler(logging.ERROR)
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("dcp_s3").addHandler(handler)
-    return lines
-
-
-def _fail_on_rank_1(url: str, staging: str) -> list[str]:
-    lines, told = _collected(), list[str]()
     events.subscribe(lambda event: told.append(type(event).__name__))
     rank = dist.get_rank()
     stager = S3Stager({"staging_limit": "1MiB"} if rank == 1 and staging == "fails" else {}, asynchronous=True)
     answer: Any = dcp.async_save(
-        {f"of rank {rank}": torch.ones(1_000_000)},
-        storage_writer=S3StorageWriter(url),
-        async_stager=stager,
+        {f"of rank {rank}": torch.ones(1_000_000)}, storage_writer=S3StorageWriter(url), async_stager=stager
     )
     assert isinstance(answer, AsyncSaveResponse)
     assert answer.upload_completion.exception(_PATIENCE_SECONDS) is not None
-    _wait_for_one(lambda: lines)
-    assert _wait_for_one(lambda: [name for name in told if name == "SaveFailed"]) == ["SaveFailed"]
+    until(lambda: bool(lines) and "SaveFailed" in told)  # told and logged after the future is done
+    assert told.count("SaveFailed") == 1
     dist.barrier()
     assert dcp_s3.stats().saves.failed == 1
     return lines
@@ -166,22 +125,19 @@ def test_the_rank_that_failed_logs_why_and_the_first_one_that_it_is_not_committe
 
 
 class _BrokenPlanner(DefaultSavePlanner):
-    def __init__(self, breaks: str) -> None:
-        super().__init__()
-        setattr(self, breaks, self._fail)
-
-    def _fail(self, *_: Any) -> Any:
+    def create_global_plan(self, *_: Any) -> Any:
         raise ZeroDivisionError("in the planner")
 
 
 def test_what_fails_outside_of_dcp_s3_is_logged_and_keeps_its_frames(
     faulty: FaultyServer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    planner = _BrokenPlanner("create_global_plan")
+    planner = _BrokenPlanner()
     future: Any = dcp.async_save({"w": torch.ones(3)}, storage_writer=S3StorageWriter(_URL), planner=planner)
-    with pytest.raises(CheckpointException, match="in _fail"):
+    with pytest.raises(CheckpointException, match="in create_global_plan"):
         future.result(_PATIENCE_SECONDS)
-    (message,) = _wait_for_one(lambda: _logged(caplog, logging.ERROR))
+    until(lambda: bool(_logged(caplog, logging.ERROR)))  # whoever waits for a future is woken before it is logged
+    (message,) = _logged(caplog, logging.ERROR)
     assert f"to {_URL} failed on rank 0: CheckpointError: it was not committed: " in message
     assert "the future of dcp.async_save has the error" in message
 
@@ -199,9 +155,6 @@ def test_saves_that_succeed_and_saves_that_raise_to_their_caller_log_nothing(
     assert isinstance(error, CheckpointException)
     pickle.dumps(S3StorageWriter(_URL))
     assert _logged(caplog, logging.ERROR) == []
-
-
-# --- without our frames ------------------------------------------------------------------------------------
 
 
 _STATE = {"model": {"weight": torch.ones(4, 3), "bias": torch.ones(3)}, "epoch": 3}

@@ -16,16 +16,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 import dcp_s3
-from dcp_s3 import (
-    CheckpointManager,
-    KeepLatest,
-    S3LoadPlanner,
-    S3Stager,
-    S3StorageReader,
-    S3StorageWriter,
-    errors,
-    events,
-)
+from dcp_s3 import CheckpointManager, S3LoadPlanner, S3Stager, S3StorageReader, S3StorageWriter, errors, events
 from dcp_s3.spill.drain import stop_draining
 from tests.memory_s3 import Fault
 from tests.ranks import run_ranks
@@ -72,9 +63,6 @@ def refuse(operation: str, name: str = "") -> Callable[[Any], Fault | None]:
         return Fault.error(403, "AccessDenied") if request.operation == operation and name in request.key else None
 
     return fault
-
-
-# --- what succeeds ------------------------------------------------------------------------------------------
 
 
 def test_a_save_and_loads_by_one_reader(root: str) -> None:
@@ -172,9 +160,6 @@ def test_one_commit_for_all_ranks(root: str) -> None:
     assert (told[1][3].rank, told[1][3].ranks) == (1, 2)
 
 
-# --- subscribers --------------------------------------------------------------------------------------------
-
-
 def test_a_subscriber_that_raises_is_logged_once_and_harms_nothing(root: str, caplog: pytest.LogCaptureFixture) -> None:
     heard = Heard()
 
@@ -196,9 +181,6 @@ def test_a_prune_that_left_something_counts_as_failed() -> None:
         after = dcp_s3.stats().prunes
         assert (after.failed - before.failed, after.last_success == 8.0) == (1, ok)
     assert (after.deleted - before.deleted, after.freed_bytes - before.freed_bytes) == (4, 10)
-
-
-# --- what fails ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -250,12 +232,9 @@ def test_loads_that_fail_are_told_once_also_of_a_reader_that_is_used_again(memor
     assert dcp_s3.stats().loads.failed - before.failed == 8
 
 
-# --- the manager --------------------------------------------------------------------------------------------
-
-
 def test_a_manager_tells_of_everything_that_it_does(memory_server: S3Server, root: str) -> None:
     heard = Heard()
-    with CheckpointManager(root, retention=KeepLatest(1), on_event=heard) as manager:
+    with CheckpointManager(root, retention="latest:1", on_event=heard) as manager:
         manager.save(1, state())
         manager.save(2, state())
         manager.wait()

@@ -25,7 +25,7 @@ _ROOT = Path(__file__).resolve().parents[1]
 _NAMES = [name for name in dcp_s3.__all__ if name != "__version__"]
 
 
-def test_every_public_name_is_there_and_says_what_it_is() -> None:
+def test_every_public_name_is_there_and_says_what_it_is_and_others_are_attribute_errors() -> None:
     for name in _NAMES:
         found = getattr(dcp_s3, name)
         assert (found.__name__ if inspect.ismodule(found) else found.__module__).startswith("dcp_s3."), name
@@ -36,22 +36,18 @@ def test_every_public_name_is_there_and_says_what_it_is() -> None:
     exec("from dcp_s3 import *", namespace)
     assert set(dcp_s3.__all__) <= set(namespace)
     assert dir(dcp_s3) == sorted(dcp_s3.__all__)
-
-
-def test_a_name_that_is_not_there_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="'dcp_s3' has no attribute 'S3Storagewriter'") as caught:
         dcp_s3.S3Storagewriter  # type: ignore[attr-defined] # noqa: B018
     assert (caught.value.name, caught.value.obj) == ("S3Storagewriter", dcp_s3)  # for: did you mean ...?
 
 
 def test_names_are_the_same_to_type_checkers_and_at_run_time() -> None:
-    tree = ast.parse(Path(dcp_s3.__file__).read_text())
+    tree = ast.parse((_ROOT / "dcp_s3" / "__init__.py").read_text())
     imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
     # ``as`` makes a name public to type checkers.
     checked = {name.asname: node.module for node in imports for name in node.names if name.asname == name.name}
     checked = {name: f"dcp_s3.{name}" if module == "dcp_s3" else module for name, module in checked.items()}
     assert checked == dcp_s3._MODULES
-    assert (Path(dcp_s3.__file__).parent / "py.typed").exists()
 
 
 def test_values_are_pickled() -> None:
@@ -67,13 +63,12 @@ def test_values_are_pickled() -> None:
         assert pickle.loads(pickle.dumps(value)) == value
 
 
-# --- torch -----------------------------------------------------------------------------------------------
-
-
 def _python(code: str, *before: Path) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([*map(str, before), str(_ROOT)])}
+    path = os.pathsep.join([*map(str, before), str(_ROOT)])
     command = [sys.executable, "-c", code]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False)
+    return subprocess.run(
+        command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=200, check=False
+    )
 
 
 def test_an_old_torch_is_refused_with_what_to_install(tmp_path: Path) -> None:
@@ -149,9 +144,6 @@ print(*done)
 """
     done = _python(program)
     assert (done.returncode, sorted(done.stdout.split())) == (0, ["None", "checked", "checked"]), done.stderr
-
-
-# --- reprs -----------------------------------------------------------------------------------------------
 
 
 def test_a_repr_stays_short_whatever_it_holds() -> None:

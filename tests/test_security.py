@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
 import json
 import re
@@ -15,8 +16,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from dcp_s3 import S3StorageReader, S3StorageWriter, errors, latest, list_checkpoints, prune, remove
-from dcp_s3.offline.copy import copy as download
-from dcp_s3.offline.copy import copy as upload
+from dcp_s3.offline.copy import copy
 from dcp_s3.s3.diagnosis import permission_of
 from dcp_s3.s3.store import S3Store
 from dcp_s3.settings import Settings
@@ -31,23 +31,19 @@ ROOT = f"s3://{BUCKET}/run"
 OWNER = "123456789012"
 
 
-def policies() -> dict[str, set[str]]:
-    """The actions of each statement with "Allow" in the document, by Sid."""
-    found: dict[str, set[str]] = {}
-    for block in re.findall(r"```json\n(.*?)```", DOCUMENT, re.DOTALL):
-        for statement in json.loads(block).get("Statement", ()):
-            if statement["Effect"] == "Allow":
-                found[statement["Sid"]] = set(statement["Action"])
-    return found
+def actions(*names: str) -> set[str]:
+    """Of the statements with "Allow" in the document, by Sid."""
+    blocks = [json.loads(block) for block in re.findall(r"```json\n(.*?)```", DOCUMENT, re.DOTALL)]
+    statements = [each for block in blocks for each in block.get("Statement", ()) if each["Effect"] == "Allow"]
+    return {action for each in statements if each["Sid"] in names for action in each["Action"]}
 
 
-POLICIES = policies()
 OPERATIONS = set(
     re.findall(r"`(\w+)`", DOCUMENT.partition("named below:")[2].partition("`s3:ListBucket` is needed")[0])
 )
-TRAINING = POLICIES["TrainingObjects"] | POLICIES["TrainingBucket"]
-PRUNING = POLICIES["PruningObjects"] | POLICIES["PruningLists"] | POLICIES["PruningBucket"]
-READING = POLICIES["ReadingObjects"] | POLICIES["ReadingBucket"]
+TRAINING = actions("TrainingObjects", "TrainingBucket")
+PRUNING = actions("PruningObjects", "PruningLists", "PruningBucket")
+READING = actions("ReadingObjects", "ReadingBucket")
 
 
 @pytest.fixture
@@ -70,13 +66,6 @@ def load(url: str) -> dict[str, torch.Tensor]:
     return state
 
 
-def failing_save(server: FaultyServer, operation: str, fault: Fault) -> None:
-    server.rule = lambda request: fault if request.operation == operation else None
-    with pytest.raises(CheckpointException):
-        save(f"{ROOT}/failing", settings={"retry_attempts": 1})
-    server.rule = lambda _: None
-
-
 def drain(directory: Path, url: str) -> DrainReport:
     """Spill a save whose multipart upload was begun, then drain it."""
     save(url, max_objects=1, settings={"durability": "local", "spill_dir": str(directory)})
@@ -86,30 +75,6 @@ def drain(directory: Path, url: str) -> DrainReport:
     key = url.removeprefix(f"s3://{BUCKET}/") + "/" + spilled.entry.path
     begin_multipart(S3Store(BUCKET, Settings()), key, (data.path / spilled.file).read_bytes()[: 5 * 2**20])
     return Drainer(store).run()
-
-
-def write_everything(server: FaultyServer, tmp_path: Path) -> None:
-    save(f"{ROOT}/a")
-    save(f"{ROOT}/a", 1, overwrite=True)
-    server.once("CreateMultipartUpload", Fault.apply_then_reset())
-    save(f"{ROOT}/b")
-    failing_save(server, "UploadPart", Fault.error(500, "InternalError"))
-    drain(tmp_path / "spill", f"{ROOT}/c")
-    download(f"{ROOT}/a", tmp_path / "copy")
-    upload(tmp_path / "copy", f"{ROOT}/d")
-    server.rule = lambda request: Fault.error(403, "Denied") if request.operation == "UploadPart" else None
-    with pytest.raises(errors.StorageError):
-        upload(tmp_path / "copy", f"{ROOT}/e")
-    server.rule = lambda _: None
-
-
-def read_everything(tmp_path: Path) -> None:
-    load(f"{ROOT}/a")
-    with pytest.raises(CheckpointException):
-        load(f"{ROOT}/nothing")
-    assert latest(ROOT) is not None
-    list_checkpoints(ROOT)
-    download(f"{ROOT}/a", tmp_path / "read")
 
 
 def test_pruning_needs_its_policy(faulty: FaultyServer) -> None:
@@ -128,14 +93,39 @@ def test_pruning_needs_its_policy(faulty: FaultyServer) -> None:
     assert all(fnmatch.fnmatch(key, "run/*/.dcp_s3/deletion-*") for key in puts)
 
 
+@contextlib.contextmanager
+def refusing(server: FaultyServer, operation: str, status: int, error: type[BaseException]) -> Iterator[None]:
+    """What is done in the body fails, because the server refuses an operation."""
+    fault = Fault.error(status, "InternalError" if status == 500 else "AccessDenied")
+    server.rule = lambda request: fault if request.operation == operation else None
+    with pytest.raises(error):
+        yield
+    server.rule = lambda _: None
+
+
 def test_the_policies_allow_what_is_called_and_every_request_carries_the_owner(
     faulty: FaultyServer, tmp_path: Path
 ) -> None:
-    write_everything(faulty, tmp_path)
+    save(f"{ROOT}/a")
+    save(f"{ROOT}/a", 1, overwrite=True)
+    faulty.once("CreateMultipartUpload", Fault.apply_then_reset())
+    save(f"{ROOT}/b")
+    with refusing(faulty, "UploadPart", 500, CheckpointException):
+        save(f"{ROOT}/failing", settings={"retry_attempts": 1})
+    drain(tmp_path / "spill", f"{ROOT}/c")
+    copy(f"{ROOT}/a", tmp_path / "copy")
+    copy(tmp_path / "copy", f"{ROOT}/d")
+    with refusing(faulty, "UploadPart", 403, errors.StorageError):
+        copy(tmp_path / "copy", f"{ROOT}/e")
     writing = set(faulty.s3.counters.requests)
     check_owner(faulty)
     faulty.s3.reset_counters()
-    read_everything(tmp_path)
+    load(f"{ROOT}/a")
+    with pytest.raises(CheckpointException):
+        load(f"{ROOT}/nothing")
+    assert latest(ROOT) is not None
+    list_checkpoints(ROOT)
+    copy(f"{ROOT}/a", tmp_path / "read")
     reading = set(faulty.s3.counters.requests)
     check_owner(faulty)
     assert {permission_of(operation) for operation in writing | reading} == TRAINING

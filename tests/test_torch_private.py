@@ -18,10 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed._checkpointable import _Checkpointable
-from torch.distributed.checkpoint import (
-    FileSystemReader,
-    FileSystemWriter,
-)
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import TensorProperties
 from torch.distributed.checkpoint.planner import WriteItemType
@@ -36,9 +33,6 @@ from tests.relying import moved
 
 _DCP = "torch.distributed.checkpoint."
 _PACKAGE = Path(inspect.getfile(dcp_s3)).parent
-
-
-# --- names and signatures --------------------------------------------------------------------------------
 
 
 _FILES = _DCP + "filesystem"
@@ -98,14 +92,13 @@ def test_the_default_group_has_a_store_in_which_the_first_value_stands(tmp_path:
     assert torch_private.default_store() is None
 
 
-def test_the_metadata_of_torch_has_the_version_that_ours_has(tmp_path: Path) -> None:
+def test_metadata_has_the_version_of_ours_and_properties_their_memory_format_in_the_fourth_place(
+    tmp_path: Path,
+) -> None:
     dcp.save({"w": torch.ones(3)}, checkpoint_id=tmp_path)
     assert FileSystemReader(tmp_path).read_metadata().version == DCP_VERSION, moved(
         "Metadata.version", "layout.DCP_VERSION: see what the new format has"
     )
-
-
-def test_the_properties_of_a_tensor_have_their_memory_format_in_the_fourth_place() -> None:
     state: Any = TensorProperties().__getstate__()  # type: ignore[no-untyped-call]
     assert type(state[3]).__name__ == "_MEM_FORMAT_ENCODING", moved("TensorProperties", "format/allow_list.py")
 
@@ -123,16 +116,15 @@ def test_the_signatures_are_what_they_were() -> None:
         )
 
 
-@pytest.mark.parametrize("executor", torch_private.AsyncCheckpointExecutor.__subclasses__())
-def test_the_executors_take_what_register_looks_for_by_keyword(executor: Any) -> None:
-    found = inspect.signature(executor.execute_save).parameters
-    for name in ("checkpoint_id", "storage_writer"):
-        assert found[name].kind is inspect.Parameter.KEYWORD_ONLY, moved(
-            f"{executor.__name__}.execute_save takes {name} by position", "register(): it looks into the keywords"
-        )
-
-
-# --- tensors that know their shards ----------------------------------------------------------------------
+def test_the_executors_take_what_register_looks_for_by_keyword() -> None:
+    executors = torch_private.AsyncCheckpointExecutor.__subclasses__()
+    assert executors
+    for executor in executors:
+        found = inspect.signature(executor.execute_save).parameters
+        for name in ("checkpoint_id", "storage_writer"):
+            assert found[name].kind is inspect.Parameter.KEYWORD_ONLY, moved(
+                f"{executor.__name__}.execute_save takes {name} by position", "register(): it looks into the keywords"
+            )
 
 
 def test_dcp_asks_a_tensor_for_its_chunks() -> None:
@@ -150,9 +142,6 @@ def test_dcp_asks_a_tensor_for_its_chunks() -> None:
     assert found.data_ptr() == value.boxes[0].data_ptr(), moved(  # type: ignore[attr-defined]
         "find_tensor_shard does not call __get_tensor_shard__", relied_on
     )
-
-
-# --- in which thread dcp.async_save takes a state up -------------------------------------------------------
 
 
 class _Noting(FileSystemWriter):

@@ -1,4 +1,4 @@
-"""Threads that end with their owner, tensors as memory, and the garbage collector, paused."""
+"""Threads that end with their owner, tensors as memory, the garbage collector, paused; and ranks of tests that fail."""
 
 from __future__ import annotations
 
@@ -7,10 +7,14 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor, TimeoutError
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 
 from dcp_s3.errors import DcpS3Error
 from dcp_s3.limit import Cancelled
@@ -18,6 +22,7 @@ from dcp_s3.memory import iterate_bytes
 from dcp_s3.process import collector_paused
 from dcp_s3.workers import InTurn, Workers
 from tests.end_to_end.states import bits, random_tensor
+from tests.ranks import RankFailed, run_ranks
 
 
 def test_close_cancels_what_has_not_begun_and_waits_for_the_rest() -> None:
@@ -118,9 +123,6 @@ def test_as_many_run_at_once_as_it_has_threads_and_as_many_wait_as_may() -> None
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("dcp_s3-test")]
 
 
-# --- tensors as memory -----------------------------------------------------------------------------------
-
-
 def test_strided_tensors_are_copied_in_bounded_pieces_and_plain_ones_not_at_all() -> None:
     strided = random_tensor((64, 32, 8), torch.float32).permute(1, 0, 2)
     views = list(iterate_bytes(strided, 4096))
@@ -132,23 +134,34 @@ def test_strided_tensors_are_copied_in_bounded_pieces_and_plain_ones_not_at_all(
     assert bytes(view) == bits(plain)
 
 
-# --- the collector ---------------------------------------------------------------------------------------
-
-
-def test_pauses_overlap() -> None:
+def test_pauses_of_the_collector_overlap_and_a_child_that_is_forked_meanwhile_collects() -> None:
     assert gc.isenabled()
     with collector_paused():
         with collector_paused():
             assert not gc.isenabled()
         assert not gc.isenabled()
-    assert gc.isenabled()
-
-
-def test_a_child_that_is_forked_meanwhile_collects() -> None:
-    with collector_paused():
         child = os.fork()
         if child == 0:
             os._exit(0 if gc.isenabled() else 1)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
         assert not gc.isenabled()
     assert gc.isenabled()
+
+
+def _fail(rank: int, kind: str) -> None:
+    if dist.get_rank() == rank:
+        if kind == "checkpoint":
+            raise CheckpointException("save failed", {rank: (OSError("disk"), None)})  # type: ignore[dict-item]
+        os._exit(7)
+    time.sleep(600)  # no collective, which might see the end of the other one first
+
+
+@pytest.mark.parametrize(
+    ("kind", "match", "exception"),
+    [("checkpoint", "CheckpointException", CheckpointException), ("die", "exit code 7", type(None))],
+)
+def test_a_rank_that_fails_is_reported_while_the_other_hangs(kind: str, match: str, exception: Any) -> None:
+    with pytest.raises(RankFailed, match=match) as caught:
+        run_ranks(2, _fail, 1, kind, grace=0.5)
+    assert caught.value.rank == 1
+    assert isinstance(caught.value.exception, exception)  # torch's is no Exception

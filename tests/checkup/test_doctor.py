@@ -1,37 +1,41 @@
-"""Whole examinations against a server with faults: what each finds, and that the bucket is left as it was."""
+"""Single checks, and examinations of a server with faults: what each finds, and that the bucket is left as it was."""
 
 from __future__ import annotations
 
 import re
 import socket
 from collections.abc import Iterator
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from dcp_s3 import errors
-from dcp_s3.checkup import probes
-from dcp_s3.checkup.checks import does_harm
-from dcp_s3.checkup.doctor import CHECKS, COLUMNS, WORDS, doctor
+from dcp_s3.checkup import checks, probes
+from dcp_s3.checkup.doctor import CHECKS, COLUMNS, PERMISSIONS, WORDS, doctor
+from dcp_s3.checkup.probes import Examination
+from dcp_s3.process import release
 from dcp_s3.s3.diagnosis import permission_of
 from dcp_s3.s3.store import S3Store
 from dcp_s3.settings import Settings
+from dcp_s3.url import parse_url
 from tests.faulty import BUCKET, FaultyServer, close_clients, serve
 from tests.memory_s3 import Fault
 from tests.servers import S3Server
 from tests.servers.process import free_port
 
-PAGE = (Path(__file__).parents[2] / "docs" / "stores.md").read_text()
+_DOCS = Path(__file__).parents[2] / "docs"
+PAGE, SECURITY = (_DOCS / "stores.md").read_text(), (_DOCS / "security.md").read_text()
 URL = f"s3://{BUCKET}/run"
 BEFORE = {"run/before": len(b"kept"), "run/step-1/.metadata": 0}
 OPEN = "run/step-1/__0_0-ab.distcp"
 DENIED = Fault.error(403, "AccessDenied")
 
 
-def deny(server: FaultyServer, *operations: str, key: str = "") -> None:
-    """Let the server refuse these operations, on keys that end with ``key``."""
-    server.rule = lambda request: DENIED if request.operation in operations and request.key.endswith(key) else None
+def deny(server: FaultyServer, *operations: str) -> None:
+    """Let the server refuse these operations."""
+    server.rule = lambda request: DENIED if request.operation in operations else None
 
 
 @pytest.fixture
@@ -49,25 +53,9 @@ def faulty(monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyServer]:
         assert server.s3.open_uploads(BUCKET) == [OPEN]
 
 
-def test_a_good_store_has_nothing_that_failed(faulty: FaultyServer) -> None:
+def test_a_good_store_has_nothing_that_failed_and_its_row_takes_at_most_25_requests(faulty: FaultyServer) -> None:
     with pytest.raises(errors.InvalidURLError):
         doctor("file:///tmp")
-    report = doctor(URL)
-    assert report.ok
-    assert "warning" not in {each.status for each in report.checks}
-    assert [each.name for each in report.checks] == [*(check.name for check in CHECKS), "clean-up"]
-    assert "412" in report["If-None-Match"].found
-    assert "412" in report["conditional delete"].found
-    assert "BadDigest" in report["checksums"].found
-    assert faulty.s3.counters.requests["CompleteMultipartUpload"] >= 1
-    keys = {request.key for request in faulty.s3.request_log if request.key}
-    assert {bool(re.match(r"run/doctor-probe-[a-z]+/", key)) for key in keys} == {True}, "a digit would be a step"
-
-
-# --- the row of the table of stores ------------------------------------------------------------------------
-
-
-def test_the_row_takes_at_most_25_requests(faulty: FaultyServer) -> None:
     asked, taken = 0, {}
 
     def count(result: Any) -> None:
@@ -76,6 +64,14 @@ def test_the_row_takes_at_most_25_requests(faulty: FaultyServer) -> None:
         taken[result.name] = asked - before
 
     report = doctor(URL, on_result=count)
+    assert report.ok
+    assert "warning" not in {each.status for each in report.checks}
+    assert [each.name for each in report.checks] == [*(check.name for check in CHECKS), "clean-up"]
+    for name, answer in (("If-None-Match", "412"), ("conditional delete", "412"), ("checksums", "BadDigest")):
+        assert answer in report[name].found
+    assert faulty.s3.counters.requests["CompleteMultipartUpload"] >= 1
+    keys = {request.key for request in faulty.s3.request_log if request.key}
+    assert {bool(re.match(r"run/doctor-probe-[a-z]+/", key)) for key in keys} == {True}, "a digit would be a step"
     names = {name for _, names in COLUMNS for name in names} | {"endpoint"}  # which asks for the clock
     assert 15 < sum(taken[name] for name in names) <= 25
     assert report.row == f"| MemoryS3 | {FOUND['memory']} |"
@@ -83,15 +79,12 @@ def test_the_row_takes_at_most_25_requests(faulty: FaultyServer) -> None:
     assert report.to_dict()["row"] == report.row
 
 
-def test_the_table_in_the_docs_is_what_the_tests_find_on_real_servers() -> None:
+def test_the_docs_have_what_the_tests_find_on_real_servers_and_todays_checks() -> None:
     rows = dict(re.findall(r"^\| ([^|]+) \| (.*) \|$", PAGE, re.MULTILINE))
     names = {"moto 5.2": "moto", "`rclone serve s3` 1.75": "rclone", "Ceph RGW 16.2": "rgw",
              "Ceph RGW 16.2, bucket with versions": "rgw with versions"}  # fmt: skip
     assert {title: rows[title] for title in names} == {title: FOUND[name] for title, name in names.items()}
     assert f"| store | {' | '.join(title for title, _ in COLUMNS)} |" in PAGE
-
-
-def test_the_output_in_the_docs_has_todays_checks() -> None:
     (output,) = re.findall(r"^```text\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
     for check in CHECKS:
         assert re.search(rf"^({'|'.join(WORDS.values())}) +{re.escape(check.name)} ", output, re.MULTILINE), check.name
@@ -99,12 +92,10 @@ def test_the_output_in_the_docs_has_todays_checks() -> None:
     assert output.splitlines()[-1].endswith(f"| {FOUND['rgw']} |")
 
 
-# --- permissions -------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("operation", "check", "consequence"),
     [
+        ("ListObjectsV2", "ListObjectsV2", ""),
         ("GetObject", "ListObjectsV2", ""),  # which looks for an object that is missing
         ("PutObject", "PutObject", ""),
         ("CreateMultipartUpload", "multipart upload", ""),
@@ -127,25 +118,6 @@ def test_what_every_save_needs_fails_and_what_saves_can_do_without_is_a_warning(
     faulty.rule, store = lambda _: None, S3Store(BUCKET, Settings())
     for upload in store.uploads("run/doctor-probe-"):
         store.abort(upload)
-
-
-def test_without_listings_missing_checkpoints_read_as_forbidden(faulty: FaultyServer) -> None:
-    """As S3 does: without s3:ListBucket a 404 becomes a 403."""
-    there: set[str] = set()
-
-    def rule(request: Any) -> Fault | None:
-        if request.operation == "PutObject":
-            there.add(request.key)
-        missing = request.operation == "GetObject" and request.key not in there
-        return DENIED if missing or request.operation in ("ListObjectsV2", "HeadBucket") else None
-
-    faulty.rule = rule
-    report = doctor(URL)
-    assert report["ListObjectsV2"].status == "failed"
-    assert "s3:ListBucket" in report["ListObjectsV2"].remedy
-
-
-# --- the way to it -----------------------------------------------------------------------------------------
 
 
 def _elsewhere(request: Any) -> Fault:
@@ -197,23 +169,16 @@ def test_an_endpoint_that_connects_and_says_nothing(monkeypatch: pytest.MonkeyPa
     assert {each.status for each in report.checks[4:-1]} == {"skipped"}  # all but what this host alone tells
 
 
-# --- stores that lack something ----------------------------------------------------------------------------
-
-
-def ignore(server: FaultyServer, monkeypatch: pytest.MonkeyPatch, *headers: str) -> None:
-    operations = server.s3._operations
+def test_a_store_that_ignores_conditions_and_ranges(faulty: FaultyServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    operations = faulty.s3._operations
     handle = operations.handle
 
     def without(operation: str, call: Any) -> Any:
-        for name in headers:
+        for name in ("if-none-match", "if-match", "range"):
             call.headers.pop(name, None)
         return handle(operation, call)
 
     monkeypatch.setattr(operations, "handle", without)
-
-
-def test_a_store_that_ignores_conditions_and_ranges(faulty: FaultyServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    ignore(faulty, monkeypatch, "if-none-match", "if-match", "range")
     report = doctor(URL)
     assert [each.name for each in report.failed] == ["GetObject"]
     assert "ranges" in report["GetObject"].remedy
@@ -282,11 +247,8 @@ EXPIRE: dict[str, Any] = {"Expiration": {"Days": 30}}
 )
 def test_lifecycle_rules_that_harm_checkpoints(harms: bool, rule: dict[str, Any]) -> None:
     rule = {"ID": "r", "Status": "Enabled", **rule}
-    assert does_harm(rule, "team/run/") == harms
-    assert not does_harm({**rule, "Status": "Disabled"}, "team/run/")
-
-
-# --- whatever goes wrong, the bucket is as before, or it says what is left ---------------------------------
+    assert checks.does_harm(rule, "team/run/") == harms
+    assert not checks.does_harm({**rule, "Status": "Disabled"}, "team/run/")
 
 
 def test_without_deletes_the_probe_objects_stay_and_are_named(faulty: FaultyServer) -> None:
@@ -317,8 +279,6 @@ def test_lost_answers_leave_nothing(faulty: FaultyServer, operation: str) -> Non
     doctor(URL)
     assert seen
 
-
-# --- what is found on real servers; docs/stores.md says the same ----------------------------------------
 
 REST = "off | objects, parts | agrees"
 NOT_COMPARED = "not compared (CRC-64/NVME)"
@@ -374,3 +334,80 @@ def test_a_rule_that_would_expire_checkpoints_is_named(s3: Any, bucket: str, roo
     rule = {"ID": "tidy", "Status": "Enabled", "Filter": {"Prefix": ""}, "Expiration": {"Days": 30}}
     s3.put_bucket_lifecycle_configuration(Bucket=bucket, LifecycleConfiguration={"Rules": [rule]})
     assert ": tidy" in doctor(root)["lifecycle"].found
+
+
+def examination(**settings: Any) -> Examination:
+    return Examination(parse_url("s3://bucket/run"), settings, Settings(**settings))
+
+
+def test_a_spill_disk_is_tried_and_left_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = checks.check_spill(examination(spill_dir=str(tmp_path / "deep" / "spill")))
+    assert (found.status in ("ok", "warning"), "free" in found.found) == (True, True)
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "file").write_bytes(b"")
+    found = doctor("s3://bucket/run", {"spill_dir": str(tmp_path / "file" / "spill")})["spill disk"]
+    assert (found.status, str(tmp_path / "file") in found.found) == ("failed", True)
+    assert "DCP_S3_SPILL_DIR" in found.remedy
+
+    def refuse(_: int) -> None:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr("os.fsync", refuse)
+    (tmp_path / "disk").mkdir()
+    found = doctor("s3://bucket/run", {"spill_dir": str(tmp_path / "disk")})["spill disk"]
+    assert (found.status, "Input/output error" in found.found) == ("failed", True)
+    assert list((tmp_path / "disk").iterdir()) == []
+
+
+def test_misspelled_settings_are_named_with_the_closest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DCP_S3_PARTSIZE", "64MiB")
+    monkeypatch.setenv("DCP_S3_QQQQQQQQ", "1")
+    found = checks.check_settings(examination())
+    assert found.status == "warning"
+    assert "DCP_S3_PARTSIZE: did you mean DCP_S3_PART_SIZE?" in found.remedy
+    assert "DCP_S3_QQQQQQQQ: unset it" in found.remedy
+
+
+def test_a_torch_newer_than_all_that_was_run_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    installed = ".".join(map(str, release(metadata.version("torch"))[:2]))
+    for newest, status in ((installed, "ok"), ("2.2", "warning")):
+        monkeypatch.setattr(checks, "TESTED", ("2.1", newest))
+        found = checks.check_versions(examination())
+        assert (found.status, "never run with this torch" in found.found) == (status, status == "warning")
+    assert "the newest was 2.2" in found.found
+
+
+@pytest.mark.parametrize("token", [None, "a-session-token-EXAMPLE"])
+def test_credentials_show_nothing_that_could_be_used(token: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    secret = {"AWS_SECRET_ACCESS_KEY": "wJalrXUtnFEMI"} | ({"AWS_SESSION_TOKEN": token} if token else {})
+    for name, value in {"AWS_ACCESS_KEY_ID": "AKIAIOSFODNN7EXAMPLE", **secret}.items():
+        monkeypatch.setenv(name, value)
+    found = checks.check_credentials(examination(endpoint_url=f"http://127.0.0.1:{free_port()}"))
+    assert found.found.startswith("AKIA... from env")
+    assert not any(value in str(found) for value in (*secret.values(), "AKIAIOSFODNN7EXAMPLE"))
+    assert (found.status, "temporary" in found.found) == (("warning", True) if token else ("ok", False))
+    assert ("instance or pod role" in found.remedy) == bool(token)
+
+
+@pytest.mark.parametrize(
+    ("skew", "status", "cell"),
+    [(0.4, "ok", "agrees"), (-30, "ok", "30 s ahead"), (70, "warning", "70 s behind"),
+     (-899, "warning", "899 s ahead"), (901, "failed", "901 s behind"), (None, "skipped", "not told")],
+)  # fmt: skip
+def test_clocks(skew: float | None, status: str, cell: str) -> None:
+    exam = examination()
+    exam.skew = skew
+    found = checks.check_clock(exam)
+    assert (found.status, found.cell) == (status, cell)
+    assert ("NTP" in found.remedy) == (status in ("warning", "failed"))
+
+
+def test_the_table_in_the_docs_has_these_permissions() -> None:
+    table = SECURITY.partition("named below:")[2].partition("`s3:ListBucket` is needed")[0].strip().splitlines()
+    rows = [
+        f"| {', '.join(f'`{name}`' for name in each.operations)} | `{each.action}`"
+        f"{' (on the bucket)' if each.operations[0].startswith('List') else ''} | {each.used_by} |"
+        for each in PERMISSIONS
+    ]
+    assert table[2:] == rows
+    assert PERMISSIONS[0].action == "s3:GetObject"

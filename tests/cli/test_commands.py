@@ -5,10 +5,8 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator
 from typing import Any
 
-import boto3
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -18,7 +16,6 @@ import dcp_s3
 from dcp_s3 import annotate
 from dcp_s3.cli import app as shared
 from tests.cli.looking import run, words
-from tests.faulty import BUCKET, FaultyServer
 from tests.memory_s3 import Fault
 from tests.retention.making import delete, get, keys, put, save, save_on_ranks, state
 
@@ -28,9 +25,6 @@ pytestmark = pytest.mark.servers("memory")
 def loads(*arguments: object, status: int = 0) -> Any:
     """The JSON that a command prints, read by a strict parser."""
     return json.loads(run(*arguments, "--json", status=status).stdout, parse_constant=pytest.fail)
-
-
-# --- ls --------------------------------------------------------------------------------------------------
 
 
 def test_ls_shows_a_line_for_each_committed_checkpoint(root: str, s3: Any) -> None:
@@ -65,9 +59,6 @@ def test_latest_prints_a_url_and_nothing_else(root: str, s3: Any) -> None:
     result = run("ls", "--latest", root)
     assert (result.stdout, result.stderr) == (f"{root}/step-10\n", "")
     assert loads("ls", "--latest", root)["step"] == 10
-
-
-# --- show ------------------------------------------------------------------------------------------------
 
 
 def test_show_tells_what_was_saved(root: str, s3: Any) -> None:
@@ -107,9 +98,6 @@ def test_show_has_a_line_for_names_that_are_alike_and_chooses_entries(root: str)
     assert "no entry that matches 'modle.*'" in run("show", url, "--filter", "modle.*", status=1).stderr
 
 
-# --- verify ----------------------------------------------------------------------------------------------
-
-
 def damage(s3: Any, url: str) -> str:
     """Flip a bit of a tensor; the path of the object."""
     path = next(path for path in keys(s3, url) if path.endswith(".distcp"))
@@ -137,7 +125,9 @@ def test_verify_says_good_in_one_line_and_names_damage(root: str, s3: Any) -> No
     assert [(found["path"], found["fqn"]) for found in report["problems"]] == [(path, "weight")]
 
 
-def test_verify_of_a_root_looks_at_every_checkpoint(root: str, s3: Any, memory_server: Any) -> None:
+def test_verify_of_a_root_looks_at_every_checkpoint(
+    root: str, s3: Any, memory_server: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert "no committed checkpoints" in run("verify", root, "--root", status=3).stderr
     assert loads("verify", root, "--root", status=3) == []
     for step in (9, 10, 12):
@@ -145,23 +135,20 @@ def test_verify_of_a_root_looks_at_every_checkpoint(root: str, s3: Any, memory_s
     delete(s3, save(f"{root}/step-11"), ".metadata")
     lines = run("verify", root, "--root", "--full").stdout.splitlines()
     assert [line.partition(": good (full: ")[0] for line in lines] == [f"{root}/step-{step}" for step in (9, 10, 12)]
-    data, refused = ".distcp", Fault.error(403, "AccessDenied")
-    memory_server.handle.fault = lambda request: (
-        refused if request.key.endswith(data) and "-10/" in request.key else None
+    refused = {"GetObject": Fault.error(403, "AccessDenied")}
+    monkeypatch.setattr(
+        memory_server.handle, "fault", lambda r: refused.get(r.operation) if "-10/__" in r.key else None
     )
-    try:
-        assert run("verify", root, "--root", "--full", status=1)
-        path = damage(s3, f"{root}/step-9")
-        first, problem, second, last = run("verify", root, "--root", "--full", status=4).stdout.splitlines()
-        assert first.startswith(f"{root}/step-9: damaged ")
-        assert f"{path}: 'weight' has " in problem
-        assert second.startswith(f"{root}/step-10: could not be verified: ")
-        assert ": good " in last
-        found = loads("verify", root, "--root", "--full", status=4)
-        assert [report["ok"] for report in found] == [False, None, True]
-        assert "AccessDenied" in found[1]["error"]
-    finally:
-        memory_server.handle.fault = None
+    assert run("verify", root, "--root", "--full", status=1)
+    path = damage(s3, f"{root}/step-9")
+    first, problem, second, last = run("verify", root, "--root", "--full", status=4).stdout.splitlines()
+    assert first.startswith(f"{root}/step-9: damaged ")
+    assert f"{path}: 'weight' has " in problem
+    assert second.startswith(f"{root}/step-10: could not be verified: ")
+    assert ": good " in last
+    found = loads("verify", root, "--root", "--full", status=4)
+    assert [report["ok"] for report in found] == [False, None, True]
+    assert "AccessDenied" in found[1]["error"]
 
 
 def test_the_progress_bar_takes_nothing_that_goes_into_a_pipe(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,24 +160,13 @@ def test_the_progress_bar_takes_nothing_that_goes_into_a_pipe(root: str, monkeyp
     assert "good" not in result.stderr
 
 
-# --- prune and what goes with it ------------------------------------------------------------------------
-
-ROOT = f"s3://{BUCKET}/run"
-
-
 @pytest.fixture
-def run_of_four(faulty: FaultyServer, monkeypatch: pytest.MonkeyPatch) -> str:
+def four(root: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A run of four checkpoints."""
     monkeypatch.setenv("DCP_S3_RETRY_ATTEMPTS", "1")
     for step in (1, 2, 3, 4):
-        save(f"{ROOT}/step-{step}", metrics={"loss": 1.0 / step})
-    return ROOT
-
-
-@pytest.fixture
-def client(faulty: FaultyServer) -> Iterator[Any]:
-    found = boto3.Session().client("s3", endpoint_url=faulty.s3.endpoint_url)
-    yield found
-    found.close()
+        save(f"{root}/step-{step}", metrics={"loss": 1.0 / step})
+    return root
 
 
 @pytest.fixture
@@ -198,8 +174,8 @@ def someone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared, "someone_is_there", lambda: True)
 
 
-def steps() -> list[int | None]:
-    return [info.step for info in dcp_s3.list_checkpoints(ROOT) if info.committed]
+def steps(root: str) -> list[int | None]:
+    return [info.step for info in dcp_s3.list_checkpoints(root) if info.committed]
 
 
 def rows(output: str) -> dict[str, list[str]]:
@@ -207,12 +183,9 @@ def rows(output: str) -> dict[str, list[str]]:
     return {line.split()[0]: line.split()[1:] for line in output.splitlines() if line.strip().startswith("step-")}
 
 
-# --- prune ---------------------------------------------------------------------------------------
-
-
-def test_a_dry_run_shows_everything_with_reasons_and_deletes_nothing(run_of_four: str) -> None:
-    dcp_s3.pin(f"{ROOT}/step-2", "the paper's [bold] baseline")
-    result = run("prune", ROOT, "latest:1", "best:1:loss:max", "--dry-run")
+def test_a_dry_run_shows_everything_with_reasons_and_deletes_nothing(four: str) -> None:
+    dcp_s3.pin(f"{four}/step-2", "the paper's [bold] baseline")
+    result = run("prune", four, "latest:1", "best:1:loss:max", "--dry-run")
     found = {name: " ".join(row) for name, row in rows(result.stdout).items()}
     assert "best:1:loss:max, loss = 1" in found["step-1"]
     assert found["step-2"].endswith("pinned (the paper's [bold] baseline)")
@@ -220,68 +193,66 @@ def test_a_dry_run_shows_everything_with_reasons_and_deletes_nothing(run_of_four
     assert found["step-3"].endswith("no policy keeps it")
     assert all(why in found["step-4"] for why in ("the newest committed checkpoint; ", "latest:1, number 1"))
     assert "to keep: 3 checkpoints; to delete: 1 checkpoint" in result.stderr
-    assert steps() == [1, 2, 3, 4]
+    assert steps(four) == [1, 2, 3, 4]
 
 
-def test_without_a_terminal_yes_is_required(run_of_four: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for command in (["prune", ROOT, "latest:2"], ["rm", f"{ROOT}/step-1"]):
+def test_without_a_terminal_yes_is_required(four: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for command in (["prune", four, "latest:2"], ["rm", f"{four}/step-1"]):
         assert "no terminal" in run(*command, status=2).stderr
-    assert steps() == [1, 2, 3, 4]
-    result = run("prune", ROOT, "latest:2", "--yes")
-    assert [line.split()[1] for line in result.stdout.splitlines()] == [f"{ROOT}/step-1", f"{ROOT}/step-2"]
+    assert steps(four) == [1, 2, 3, 4]
+    result = run("prune", four, "latest:2", "--yes")
+    assert [line.split()[1] for line in result.stdout.splitlines()] == [f"{four}/step-1", f"{four}/step-2"]
     assert "2 checkpoints deleted, 2 kept" in result.stderr
-    assert "no policy" in run("prune", ROOT, "--yes").stderr
+    assert "no policy" in run("prune", four, "--yes").stderr
     monkeypatch.setenv("DCP_S3_RETENTION", "latest:1")
-    assert "no policy" not in run("prune", ROOT, "--yes").stderr
-    assert steps() == [4]
+    assert "no policy" not in run("prune", four, "--yes").stderr
+    assert steps(four) == [4]
 
 
-def test_on_a_terminal_there_is_a_question(run_of_four: str, someone: None) -> None:
-    result = run("prune", ROOT, "latest:2", input="n\n", status=1)
+def test_on_a_terminal_there_is_a_question(four: str, someone: None) -> None:
+    result = run("prune", four, "latest:2", input="n\n", status=1)
     assert rows(result.stdout)["step-1"][0] == "delete"
     assert "nothing was deleted" in result.stderr
-    assert steps() == [1, 2, 3, 4]
-    run("prune", ROOT, "latest:2", input="y\n")
-    assert steps() == [3, 4]
-    run("prune", ROOT, "latest:2", input="")  # nothing to do, so nothing to ask
+    assert steps(four) == [1, 2, 3, 4]
+    run("prune", four, "latest:2", input="y\n")
+    assert steps(four) == [3, 4]
+    run("prune", four, "latest:2", input="")  # nothing to do, so nothing to ask
 
 
-def test_what_could_not_be_deleted_is_status_1(run_of_four: str, faulty: FaultyServer) -> None:
-    faulty.rule = lambda request: Fault.error(403, "AccessDenied") if "Delete" in request.operation else None
-    result = run("prune", ROOT, "latest:3", "--yes", status=1)
-    assert f"failed: {ROOT}/step-1: AccessDeniedError" in result.stderr
+def test_what_could_not_be_deleted_is_status_1(four: str, memory_server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    denied = Fault.error(403, "AccessDenied")
+    with monkeypatch.context() as patch:
+        patch.setattr(memory_server.handle, "fault", lambda request: denied if "Delete" in request.operation else None)
+        result = run("prune", four, "latest:3", "--yes", status=1)
+    assert f"failed: {four}/step-1: AccessDeniedError" in result.stderr
     assert "1 failure" in result.stderr
-    faulty.rule = lambda _: None
-    assert steps() == [1, 2, 3, 4]
+    assert steps(four) == [1, 2, 3, 4]
 
 
-# --- one checkpoint ------------------------------------------------------------------------------
+def test_pin_protects_until_unpin(four: str) -> None:
+    assert "is pinned" in run("pin", f"{four}/step-1", "--reason", "mine").stderr
+    assert rows(run("ls", four).stdout)["step-1"][:2] == ["committed", "(pinned)"]
+    assert "it is pinned (mine)" in run("rm", f"{four}/step-1", "--yes", status=1).stderr
+    run("pin", "--remove", f"{four}/step-1")
+    assert "is not pinned" in run("pin", "--remove", f"{four}/step-1", status=3).stderr
+    run("rm", f"{four}/step-1", "--yes")
+    assert steps(four) == [2, 3, 4]
 
 
-def test_pin_protects_until_unpin(run_of_four: str) -> None:
-    assert "is pinned" in run("pin", f"{ROOT}/step-1", "--reason", "mine").stderr
-    assert rows(run("ls", ROOT).stdout)["step-1"][:2] == ["committed", "(pinned)"]
-    assert "it is pinned (mine)" in run("rm", f"{ROOT}/step-1", "--yes", status=1).stderr
-    run("pin", "--remove", f"{ROOT}/step-1")
-    assert "is not pinned" in run("pin", "--remove", f"{ROOT}/step-1", status=3).stderr
-    run("rm", f"{ROOT}/step-1", "--yes")
-    assert steps() == [2, 3, 4]
-
-
-def test_rm_shows_what_it_would_delete_asks_and_deletes_it(run_of_four: str, client: Any, someone: None) -> None:
-    url = f"{ROOT}/step-3"
-    torn = f"{ROOT}/step-2"
-    delete(client, torn, ".metadata")
+def test_rm_shows_what_it_would_delete_asks_and_deletes_it(four: str, s3: Any, someone: None) -> None:
+    url = f"{four}/step-3"
+    torn = f"{four}/step-2"
+    delete(s3, torn, ".metadata")
     for each, options in ((url, ()), (torn, ("--force",))):
-        before = keys(client, each)
+        before = keys(s3, each)
         dry = run("rm", each, "--dry-run", *options)
         assert each in dry.stdout
-        assert keys(client, each) == before
+        assert keys(s3, each) == before
         assert "nothing was deleted" in run("rm", each, *options, input="n\n", status=1).stderr
         deleted = run("rm", each, *options, input="y\n").stderr
         what = re.search(r"would be deleted: (\d+ objects, .*)", dry.stderr)
         assert what is not None
         assert f"is deleted: {what[1]}" in deleted
-    dcp_s3.pin(f"{ROOT}/step-1")
-    run("rm", f"{ROOT}/step-1", "--yes", "--force")
-    assert steps() == [4]
+    dcp_s3.pin(f"{four}/step-1")
+    run("rm", f"{four}/step-1", "--yes", "--force")
+    assert steps(four) == [4]

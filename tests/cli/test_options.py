@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,10 +34,8 @@ ROOT = f"s3://{BUCKET}/run"
 
 
 @pytest.fixture(autouse=True)
-def _nothing_told() -> Iterator[None]:
-    diagnosis._told.clear()
-    yield
-    diagnosis._told.clear()
+def _nothing_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(diagnosis, "_told", type(diagnosis._told)())
 
 
 _SETTINGS = ("doctor", "--settings", "--json")
@@ -46,9 +43,6 @@ _SETTINGS = ("doctor", "--settings", "--json")
 
 def rows(*arguments: str) -> dict[str, dict[str, Any]]:
     return {row["name"]: row for row in json.loads(run(*arguments).stdout)}
-
-
-# --- options -----------------------------------------------------------------------------------------------
 
 
 def test_verbose_logs_to_stderr(faulty: FaultyServer) -> None:
@@ -107,13 +101,6 @@ def test_wrong_usage_is_status_2(arguments: str) -> None:
     assert option in run(*arguments.split(), status=2).stderr
 
 
-def test_version() -> None:
-    assert run("--version").stdout == f"dcp-s3 {dcp_s3.__version__}\n"
-
-
-# --- exit statuses -----------------------------------------------------------------------------------------
-
-
 _COMMANDS = (
     "show {0}", "verify {0}", "cp {0} copy", "cp {0} s3://another/copy", "export {0} exported",
     "pin {0}", "rm {0} --yes", "ls {0}", "ls --latest {0}", "verify {0} --root", "prune {0} latest:1 --yes",
@@ -166,16 +153,14 @@ def test_what_is_damaged_is_status_4(command: str, root: str, s3: Any) -> None:
         run(*command.format(url).split(), status=cli.DAMAGED)
 
 
-def test_the_table_is_in_the_help_and_in_the_documentation() -> None:
+def test_the_version_and_the_table_of_statuses_which_is_in_the_documentation_too() -> None:
+    assert run("--version").stdout == f"dcp-s3 {dcp_s3.__version__}\n"
     shown = " ".join(run("--help").stdout.split())
     page = (Path(__file__).resolve().parents[2] / "docs" / "cli.md").read_text()
     for status, meaning in cli.MEANINGS.items():
         assert f"{status} {meaning}" in shown
         assert f"| {status} | {meaning} |" in page
     assert set(cli.MEANINGS) == {*range(5), 130}
-
-
-# --- retries -----------------------------------------------------------------------------------------------
 
 
 def test_a_dead_endpoint_is_named_at_the_first_retry_and_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,9 +171,6 @@ def test_a_dead_endpoint_is_named_at_the_first_retry_and_once(monkeypatch: pytes
     first, last = run("ls", ROOT, status=1).stderr.splitlines()
     assert first.startswith("127.0.0.1:9 does not answer (EndpointConnectionError): attempt 2 of 3, waiting ")
     assert "after 3 attempts" in last
-
-
-# --- pipes and Ctrl-C --------------------------------------------------------------------------------------
 
 
 def test_tables_are_columns_for_awk(root: str) -> None:
@@ -244,70 +226,53 @@ def test_ctrl_c_ends_a_command_at_once(faulty: FaultyServer, interpreter: Interp
     assert "Traceback" not in messages
 
 
-# --- names that would move the cursor, set the title or forge a line: a terminal is shown what they are -----
-
+# Names that would move the cursor, set the title or forge a line: a terminal is shown what they are.
 _EVIL = "step-1\x1b[31m\x1b]0;owned\x07\nstep-2  committed\u202e\udc80"
-_SHOWN = r"step-1\x1b[31m\x1b]0;owned\x07\nstep-2  committed\u202e\udc80"
 
 
-def test_what_a_terminal_would_obey_is_escaped_and_all_else_stays() -> None:
-    assert printable(_EVIL) == _SHOWN
+def test_what_a_terminal_would_obey_is_escaped_and_all_else_stays(capsys: pytest.CaptureFixture[str]) -> None:
+    assert printable(_EVIL) == r"step-1\x1b[31m\x1b]0;owned\x07\nstep-2  committed\u202e\udc80"
     assert printable("one\n\ttwo\r", keep=LAYOUT) == "one\n\ttwo\\r"
     assert printable(text := "détails\u00a0\u3000\\ \U0001f600") == text
-
-
-def test_notes_lines_and_the_log_show_it_escaped(capsys: pytest.CaptureFixture[str]) -> None:
     cli.note(f"left alone: {_EVIL}")
     cli.print_line(_EVIL)
     with show_log(0):
         logging.getLogger("dcp_s3.test").warning("%s", _EVIL.replace("\udc80", ""))
     out, err = capsys.readouterr()
-    assert "\x1b" not in out + err
-    assert "\x07" not in out + err
+    assert not {"\x1b", "\x07"} & {*(out + err)}
     assert err.count(r"\x1b[31m") == 2
 
-
-# --- imports: what takes seconds is imported by what needs it ----------------------------------------------
 
 _HEAVY = {
     *("torch", "numpy", "boto3", "botocore", "s3transfer", "asyncio"),
     *("pydantic", "pydantic_settings", "rich.table", "rich.progress", "dcp_s3.settings"),
 }
 # Carries out commands, and tells what each has imported that the ones before it had not.
+# Carries out commands, and tells what was imported for them.
 _PROGRAM = """
 import contextlib, io, json, sys
-told, before, output = [], set(), io.StringIO()
+from dcp_s3.cli.main import app
 for arguments in json.loads(sys.argv[1]):
-    sys.argv = ["dcp-s3", *arguments]
-    with contextlib.redirect_stdout(output):
-        from dcp_s3.cli.main import app
-        try:
-            app()
-        except SystemExit as end:
-            status = end.code
-    told.append((arguments, status or 0, sorted(set(sys.modules) - before)))
-    before = set(sys.modules)
-print(json.dumps(told))
+    with contextlib.redirect_stdout(io.StringIO()):
+        assert not app(arguments, standalone_mode=False), arguments
+print(json.dumps(list(sys.modules)))
 """
 
 
-def _imported(commands: list[list[str]]) -> dict[str, set[str]]:
-    command = [sys.executable, "-c", _PROGRAM, json.dumps(commands)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+def _imported(*commands: str) -> set[str]:
+    program = [sys.executable, "-c", _PROGRAM, json.dumps([command.split() for command in commands])]
+    done = subprocess.run(program, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout)
-    assert [status for _, status, _ in told] == [0] * len(commands), told
-    return {" ".join(arguments): set(modules) for arguments, _, modules in told}
+    return set(json.loads(done.stdout))
 
 
 def test_help_imports_nothing_heavy() -> None:
     commands = sorted(get_command(app).commands)  # type: ignore[attr-defined]
     assert {"ls", "show", "verify", "drain", "prune", "export"} <= set(commands)
-    found = _imported([["--help"], ["--version"], *([name, "--help"] for name in commands)])
-    assert "dcp_s3.cli.main" in found["--help"]
-    loaded = set().union(*found.values())
-    typers_own = {"pydantic"} if "typer._adapters" in loaded else set()  # since typer 0.29; 0.1 s
-    assert {command: heavy for command, new in found.items() if (heavy := new & _HEAVY - typers_own)} == {}
+    found = _imported("--help", "--version", *(f"{name} --help" for name in commands))
+    assert "dcp_s3.cli.change" in found
+    typers_own = {"pydantic"} if "typer._adapters" in found else set()  # since typer 0.29; 0.1 s
+    assert found & (_HEAVY - typers_own) == set()
 
 
 def test_what_decodes_no_tensors_imports_no_torch(faulty: FaultyServer) -> None:
@@ -315,13 +280,8 @@ def test_what_decodes_no_tensors_imports_no_torch(faulty: FaultyServer) -> None:
         save(f"{ROOT}/step-{step}")
     dcp_s3.pin(f"{ROOT}/step-3")
     found = _imported(
-        [
-            ["ls", ROOT],
-            ["ls", "--latest", ROOT],
-            ["pin", f"{ROOT}/step-3", "--reason", "good"],
-            ["pin", "--remove", f"{ROOT}/step-3"],
-            ["prune", "--dry-run", ROOT, "latest:1"],
-            ["prune", "--yes", ROOT, "latest:2"],
-        ]
-    )
-    assert {command: heavy for command, new in found.items() if (heavy := new & {"torch", "numpy"})} == {}
+        f"ls {ROOT}", f"ls --latest {ROOT}", f"pin {ROOT}/step-3 --reason good", f"pin --remove {ROOT}/step-3",
+        f"prune --dry-run {ROOT} latest:1", f"prune --yes {ROOT} latest:2",
+    )  # fmt: skip
+    assert not found & {"torch", "numpy"}
+    assert [info.step for info in dcp_s3.list_checkpoints(ROOT)] == [2, 3]

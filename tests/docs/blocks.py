@@ -75,11 +75,9 @@ _RUN = """
 for step in (1000, 2000):
     dcp.save(state, storage_writer=S3StorageWriter(f"{root}/step-{step}", metrics={"val_loss": 1 / step}), no_dist=True)
 """
+_TRAINED = _GIVEN + _RUN + "steps, train, validate = 3000, lambda step: None, lambda: 0.5\n"
 GIVEN = {
-    "README.md": "",
-    "start.md": "",
-    "async.md": "",
-    "inspect.md": "",
+    **dict.fromkeys(("README.md", "start.md", "async.md", "inspect.md", "tutorial.md"), ""),
     "3am.md": _GIVEN
     + """
 import os
@@ -87,9 +85,7 @@ os.environ["DCP_S3_SPILL_DIR"] = os.path.abspath("nvme/spill")
 for step in (800, 900):
     dcp.save(state, storage_writer=S3StorageWriter(f"{root}/step-{step:08}"), no_dist=True)
 """,
-    "tutorial.md": "",
-    "retention.md": _GIVEN + _RUN + "steps, train, validate = 3000, lambda step: None, lambda: 0.5\n",
-    "manager.md": _GIVEN + _RUN + "steps, train, validate = 3000, lambda step: None, lambda: 0.5\n",
+    **dict.fromkeys(("retention.md", "manager.md"), _TRAINED),
     "export.md": _GIVEN
     + _RUN
     + """
@@ -149,7 +145,7 @@ def _dcp_s3(arguments: list[str], where: str) -> None:
     from dcp_s3.cli.main import app
 
     if arguments[0] == "demo":
-        return  # tests/test_demo.py does
+        return  # tests/examples does
     cli.someone_is_there = lambda: True
     result = CliRunner().invoke(app, arguments, input="y\n")
     print(result.output)

@@ -1,24 +1,31 @@
-"""Blocks, links and commands of the pages, the messages of the one for 3 a.m., and what docs/inspect.md prints."""
+"""Pages, and what is published: blocks, links, commands, messages, examples in docstrings; site and packages."""
 
 from __future__ import annotations
 
 import doctest
+import email
 import importlib
+import importlib.util
 import inspect
 import json
 import logging
 import os
 import re
 import shlex
+import subprocess
 import sys
+import tarfile
 import time
+import zipfile
 from collections.abc import Iterator
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+import yaml
 from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 from typer.main import get_command
@@ -28,6 +35,7 @@ import dcp_s3
 from dcp_s3 import events
 from dcp_s3.cli.main import app
 from dcp_s3.retention.policy import parse_policy
+from examples.sizing import Training, report, size
 from tests.docs.blocks import DATA, PAGES, ROOT, blocks
 from tests.faulty import BUCKET, serve
 from tests.interpreter import Interpreter
@@ -92,23 +100,18 @@ def test_a_page_runs_as_pasted(
 _LINKED = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 
 
-def _anchors(page: Path) -> set[str]:
-    """The anchors of a page's headings, as GitHub makes them."""
-    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
-    headings = re.findall(r"^#+ +(.*)$", text, flags=re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
-
-
 @pytest.mark.parametrize("page", _LINKED, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
-        if "://" in target or target.startswith("mailto:"):
-            continue
         path, _, anchor = target.partition("#")
         linked = (page.parent / path).resolve() if path else page
-        assert linked.exists(), f"{page.name} links to {target}"
+        assert "://" in target or target.startswith("mailto:") or linked.exists(), f"{page.name} links to {target}"
         if anchor and linked.suffix == ".md":
-            assert anchor in _anchors(linked), f"{page.name} links to {target}"
+            text = re.sub(r"```.*?```", "", linked.read_text(), flags=re.DOTALL)
+            headings = re.findall(r"^#+ +(.*)$", text.lower(), flags=re.MULTILINE)
+            # As GitHub makes them.
+            anchors = {re.sub(r"[^\w\- ]", "", heading).replace(" ", "-") for heading in headings}
+            assert anchor in anchors, f"{page.name} links to {target}"
 
 
 # --- commands --------------------------------------------------------------------------------------------
@@ -229,11 +232,6 @@ def _documented() -> Iterator[tuple[str, Any]]:
                 yield f"{name}.{member}", found
 
 
-def _examples(name: str, found: Any) -> list[doctest.DocTest]:
-    finder = doctest.DocTestFinder(recurse=False)
-    return [test for test in finder.find(found, name, globs={}) if test.examples]
-
-
 _NAMED = dict(_documented())
 
 
@@ -271,30 +269,123 @@ def _run(test: doctest.DocTest, namespace: dict[str, Any]) -> None:
 @pytest.mark.parametrize("name", _NAMED)
 def test_it_has_an_example_which_runs(name: str, namespace: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logging.getLogger("dcp_s3"), "level", logging.CRITICAL)
-    assert _examples(name, _NAMED[name]), f"{name} has no example (>>>) in its docstring"
-    for test in _examples(name, _NAMED[name]):
+    tests = [test for test in doctest.DocTestFinder(recurse=False).find(_NAMED[name], name, globs={}) if test.examples]
+    assert tests, f"{name} has no example (>>>) in its docstring"
+    for test in tests:
         namespace["state"]["step"] = 0
         _run(test, namespace)
 
 
-def _others() -> Iterator[tuple[str, doctest.DocTest]]:
+def _others() -> Iterator[doctest.DocTest]:
     """Examples elsewhere in dcp_s3, of what is not public."""
     known = {getattr(found, "__doc__", None) for found in _NAMED.values()}
-    for path in sorted(Path(dcp_s3.__file__).parent.rglob("*.py")):
-        if ">>> " not in path.read_text():
-            continue
-        module = ".".join(path.relative_to(Path(dcp_s3.__file__).parents[1]).with_suffix("").parts)
-        if module.startswith("dcp_s3.integrations.") and module != "dcp_s3.integrations.dcp":
-            continue  # their frameworks are not installed here
-        found = importlib.import_module(module.removesuffix(".__init__"))
-        for test in doctest.DocTestFinder().find(found, module):
-            if test.examples and test.docstring not in known:
-                yield test.name, test
-
-
-_OTHERS = dict(_others())
+    for path in sorted((ROOT / "dcp_s3").rglob("*.py")):
+        module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        without_framework = not module.startswith("dcp_s3.integrations.") or module == "dcp_s3.integrations.dcp"
+        if ">>> " in path.read_text() and without_framework:  # others are not installed here
+            for test in doctest.DocTestFinder().find(importlib.import_module(module.removesuffix(".__init__")), module):
+                if test.examples and test.docstring not in known:
+                    yield test
 
 
 def test_examples_elsewhere_run(namespace: dict[str, Any]) -> None:
-    for test in _OTHERS.values():
+    for test in _others():
         _run(test, dict(namespace))
+
+
+def _pages(nav: Any) -> list[str]:
+    if isinstance(nav, str):
+        return [nav]
+    return [page for each in (nav.values() if isinstance(nav, dict) else nav) for page in _pages(each)]
+
+
+def test_every_page_is_in_the_nav_and_the_nav_has_only_pages() -> None:
+    there = {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")}
+    nav = _pages(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"])
+    assert sorted(nav) == sorted(there | {"index.md", "contributing.md", "API"})
+
+
+def test_the_api_reference_has_every_public_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("mkdocs", reason="the site's tools are not installed: pip install 'dcp-s3[docs]'")
+    monkeypatch.syspath_prepend(ROOT / "docs" / "tools")
+    shown = re.findall(r"^::: (\S+)", "\n".join(importlib.import_module("hooks").api_pages().values()), re.MULTILINE)
+    assert {name.rpartition(".")[2] for name in shown} == set(dcp_s3.__all__) - {"__version__"}
+
+
+def test_the_sizing_page_shows_what_the_script_says() -> None:
+    page = (ROOT / "docs" / "sizing.md").read_text()
+    assert f"```text\n{report(Training())}\n```" in page
+    found = size(Training())
+    assert f"{found.host_staging / 2**30:.1f} GiB of host memory" in page
+    assert f"here {found.rank * 8 / 2**30:.1f} GiB" in page
+    assert f"{found.part / 2**20:.0f} MiB here" in page
+    assert f"requests for ${found.save_dollars:.2f}" in page
+
+
+# --- packages --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def dist(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """The wheel, and the sdist that it was made from."""
+    for module in ("build", "hatch_fancy_pypi_readme"):
+        pytest.importorskip(module, reason="no package is built here: pip install 'dcp-s3[package]'")
+    folder = tmp_path_factory.mktemp("dist")
+    command = [sys.executable, "-m", "build", "--quiet", "--no-isolation", "--outdir", str(folder), str(ROOT)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=250, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    ((wheel,), (sdist,)) = (folder.glob(pattern) for pattern in ("*.whl", "*.tar.gz"))
+    return wheel, sdist
+
+
+def test_the_wheel_has_the_package_the_types_and_the_licence_and_no_tests(dist: tuple[Path, Path]) -> None:
+    with zipfile.ZipFile(dist[0]) as wheel:
+        names = wheel.namelist()
+        info = next(name.partition("/")[0] for name in names if name.endswith(".dist-info/METADATA"))
+        found = email.message_from_bytes(wheel.read(f"{info}/METADATA"))
+    assert {name.partition("/")[0] for name in names} == {"dcp_s3", info}
+    assert {"dcp_s3/py.typed", f"{info}/licenses/LICENSE"} <= set(names)
+    ours = {path.relative_to(ROOT).as_posix() for path in (ROOT / "dcp_s3").rglob("*.py")}
+    assert {name for name in names if name.endswith(".py")} == ours
+    assert (found["License-Expression"], found["Description-Content-Type"]) == ("Apache-2.0", "text/markdown")
+    for version in ("3.10", "3.11", "3.12", "3.13"):
+        assert f"Programming Language :: Python :: {version}" in (found.get_all("Classifier") or [])
+    assert "torch>=2.9" in " ".join(found.get_all("Requires-Dist") or [])
+
+
+def test_the_sdist_has_what_the_wheel_and_the_tests_need(dist: tuple[Path, Path]) -> None:
+    with tarfile.open(dist[1]) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    needed = "pyproject.toml README.md LICENSE CHANGELOG.md CONTRIBUTING.md Makefile constraints.txt mkdocs.yml"
+    assert set(needed.split()) <= names
+    assert {"tests/docs/test_pages.py", "docs/start.md", "docs/tools/hooks.py", "examples/sizing.py"} <= names
+    assert not [name for name in names if "__pycache__" in name or name.startswith((".venv", ".git/"))]
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1200)
+def test_the_wheel_runs_the_demo_in_an_empty_environment(dist: tuple[Path, Path], tmp_path: Path) -> None:
+    """With the torch of the constraints, from wherever this machine gets it."""
+    pytest.importorskip("uv", reason="no environment is made here: pip install uv")
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "DCP_S3_", "AWS_"))
+    }
+
+    def run(*command: str | Path) -> str:
+        done = subprocess.run(
+            list(map(str, command)), cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=900
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout + done.stderr
+
+    uv, programs = [sys.executable, "-m", "uv", "--quiet"], tmp_path / "empty" / "bin"
+    run(*uv, "venv", "--python", sys.executable, "empty")
+    constraints = [
+        line for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("torch==")
+    ]
+    torch = f"torch=={metadata.version('torch')}".partition("+")[0]
+    (tmp_path / "constraints.txt").write_text("\n".join([*constraints, torch]))
+    run(*uv, "pip", "install", "--python", programs / "python", "-c", "constraints.txt", f"{dist[0]}[demo]")
+    assert "demo" in run(programs / "dcp-s3", "--help")
+    assert run(programs / "dcp-s3", "demo").count("PASS") == 5
+    assert str(tmp_path) in run(programs / "python", "-c", "import dcp_s3; print(dcp_s3.__file__)")

@@ -1,5 +1,5 @@
-"""Examples that are programs: training with hand-made shards, and what docs/launchers.md tells people to write. A SLURM
-job stops in time, a restart goes on."""
+"""Examples that are programs: training with hand-made shards, and what docs/launchers.md tells people to write: a SLURM
+job stops in time, a restart goes on. The demo as a newcomer runs it."""
 
 from __future__ import annotations
 
@@ -19,22 +19,23 @@ import pytest
 import yaml
 
 from dcp_s3 import latest, read_tensors
+from dcp_s3.demo import DemoError, training
 from examples import launchers_train
 from examples.hand_sharded import HEAD, KEYS, QUERIES, WIDTH, train
+from tests.docs.blocks import ROOT as REPOSITORY
+from tests.docs.blocks import blocks
 from tests.faulty import BUCKET, FaultyServer
 from tests.killing import AtRequest
 from tests.ranks import run_ranks
 from tests.servers import S3Server
 
-_REPOSITORY = Path(__file__).resolve().parents[2]
 _TORCHRUN = Path(sys.executable).with_name("torchrun")
-_PAGE = (_REPOSITORY / "docs" / "launchers.md").read_text()
-_FENCED = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 ROOT = f"s3://{BUCKET}/run"  # that of the page
 
 
 def _blocks(language: str) -> list[str]:
-    return [block for found, block in _FENCED.findall(_PAGE) if found == language]
+    found = blocks(REPOSITORY / "docs" / "launchers.md")
+    return [block.text for block in found if block.language == language]
 
 
 @pytest.mark.parametrize("language", ["bash", "yaml"])
@@ -75,7 +76,7 @@ def slurm(tmp_path: Path) -> dict[str, str]:
     return {
         **os.environ,
         "PATH": f"{programs}{os.pathsep}{_TORCHRUN.parent}{os.pathsep}{os.environ['PATH']}",
-        "PYTHONPATH": str(_REPOSITORY),
+        "PYTHONPATH": str(REPOSITORY),
         "GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0",
         "OMP_NUM_THREADS": "1",
         "SLURM_JOB_ID": "17",
@@ -129,9 +130,6 @@ def test_before_the_time_limit_a_slurm_job_saves_and_queues_itself_again_and_goe
     assert list(work.iterdir()) == []  # nothing on local disk
 
 
-# --- shards made by hand ----------------------------------------------------------------------------------
-
-
 def _train_in(directory: str, url: str, steps: int) -> int:
     os.chdir(directory)
     return train(url, steps)
@@ -153,3 +151,31 @@ def test_the_training_goes_on_with_other_ranks(root: str, memory_server: S3Serve
     assert all(not first[name].equal(last[name]) for name in shapes)
     assert last["step"] == 3
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(300)
+def test_the_demo_interrupts_a_save_and_restores_every_bit_on_another_number_of_ranks() -> None:
+    command = [sys.executable, "-m", "dcp_s3.cli.main", "demo"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
+        output, _ = process.communicate(timeout=280)
+    finally:
+        process.terminate()  # not SIGKILL: the demo then takes its workers along
+        process.wait()
+    assert process.returncode == 0, output
+    passed = [line.strip() for line in output.splitlines() if line.strip().startswith("PASS")]
+    assert len(passed) == 5, output
+    assert "FAIL" not in output
+    assert "restored on 3 ranks is bit-identical to the one saved on 2" in output
+    assert "no policy keeps it" in output
+    assert "Traceback" not in output
+
+
+def test_a_rank_that_fails_is_reported_with_its_error_and_leaving_kills_the_others(tmp_path: Path) -> None:
+    with (
+        pytest.raises(DemoError, match=r"failed on rank [01]:\nprocess . terminated with exit code 2"),
+        training(tmp_path, 2, steps=1, save_every="often") as ranks,  # type: ignore[arg-type]
+    ):
+        ranks.join()
+    assert [process.is_alive() for process in ranks.processes] == [False, False]

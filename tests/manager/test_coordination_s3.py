@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -61,10 +64,9 @@ def _own(value: float) -> dict[str, Any]:
     return {f"own-{dist.get_rank()}": torch.full((4,), value)}
 
 
-def _save(manager: CheckpointManager, step: int, value: float, **options: Any) -> str:
-    bad = options.pop("bad", {})
+def _save(manager: CheckpointManager, step: int, value: float, bad: Any = (), **options: Any) -> str:
     try:
-        manager.save(step, {**_own(value), **bad}, **options)
+        manager.save(step, {**_own(value), **dict(bad)}, **options)
         manager.wait()
     except errors.DcpS3Error as error:
         return " ".join(str(error).split())
@@ -80,9 +82,6 @@ def _values(root: str) -> dict[int, list[float]]:
         dcp.load(state, storage_reader=S3StorageReader(info.url), no_dist=True)
         found[info.step or 0] = [float(each[0]) for each in state.values()]
     return found
-
-
-# --- no collectives --------------------------------------------------------------------------------
 
 
 def _train_counting(root: str, coordination: Any) -> tuple[list[str], int, int, int]:
@@ -126,9 +125,6 @@ def test_ranks_save_and_restore_and_without_collectives_none_is_called(
     assert (found[-1].metrics["loss"], found[-1].metrics["late"]) == (1.0 / 3, 1.0)
 
 
-# --- without torch.distributed ----------------------------------------------------------------------
-
-
 def _plain(step: int, rank: int) -> dict[str, Any]:
     return {"model": {"w": _whole(step)}, "step": step, f"rank-{rank}": torch.full((5,), float(10 * step + rank))}
 
@@ -169,47 +165,26 @@ def test_without_a_name_of_the_run_nothing_is_saved(memory_server: Any, root: st
         assert "DCP_S3_RUN_ID" in text
 
 
-# --- one rank alone --------------------------------------------------------------------------------
+def _failing(error: BaseException) -> dict[str, Any]:
+    """A Stateful without a state, as an entry to be saved."""
 
+    def state_dict() -> Any:
+        raise error
 
-class _Stateless:
-    """A Stateful without a state."""
-
-    def __init__(self, error: BaseException) -> None:
-        self._error = error
-
-    def state_dict(self) -> Any:
-        raise self._error
-
-    def load_state_dict(self, state: Any) -> None:
-        """Nothing."""
-
-
-class _Planless(DefaultSavePlanner):
-    def set_up_planner(self, *_: Any, **__: Any) -> None:
-        raise RuntimeError("no plan")
-
-
-class _Uncopyable:
-    def __reduce__(self) -> Any:
-        raise RuntimeError("not this one")
-
-    def __deepcopy__(self, memo: Any) -> Any:
-        raise RuntimeError("not this one")
+    return {"bad": {"bad": SimpleNamespace(state_dict=state_dict, load_state_dict=print)}}
 
 
 def _fail_alone(root: str) -> list[str]:
     """What each save is on this rank: the second one does something wrong in every other."""
     wrong: list[dict[str, Any]] = [
         {"metrics": {"loss": torch.ones(3)}},
-        {"bad": {"bad": _Stateless(RuntimeError("out of memory"))}},
-        {"bad": {"bad": _Uncopyable()}},
-        {"planner": _Planless()},
-        {"bad": {"bad": _Stateless(KeyboardInterrupt())}},
+        _failing(RuntimeError("out of memory")),
+        {"bad": {"bad": threading.Lock()}},
+        {"planner": mock.Mock(DefaultSavePlanner, **{"set_up_planner.side_effect": RuntimeError("no plan")})},
+        _failing(KeyboardInterrupt()),
     ]
     seen = []
-    settings = {"rank_timeout": 5.0}
-    with CheckpointManager(root, coordination="s3", settings=settings) as manager:
+    with CheckpointManager(root, coordination="s3", settings={"rank_timeout": 5.0}) as manager:
         for number, options in enumerate(wrong):
             seen.append(_save(manager, 2 * number, 0.0, **(options if dist.get_rank() == 1 else {})))
             dist.barrier()
@@ -221,7 +196,7 @@ def test_a_rank_that_fails_alone_fails_that_save_for_all_and_the_next_one_is_who
     memory_server: Any, root: str
 ) -> None:
     first, second = run_ranks(2, _fail_alone, root)
-    causes = ["metric 'loss' is a Tensor", "out of memory", "not this one", "no plan", "interrupted"]
+    causes = ["metric 'loss' is a Tensor", "out of memory", "cannot pickle", "no plan", "interrupted"]
     for number, cause in enumerate(causes):
         assert cause in second[2 * number]
         assert (cause if cause != "interrupted" else "rank 1") in first[2 * number], "the others hear why"
@@ -233,13 +208,12 @@ def _restore_and_repeat(root: str, called: bool) -> list[str]:
     """Rank 1 fails before step 1 is saved, or does not come to it; then both go back, and rank 1 is first to come to
     step 1 again."""
     rank = dist.get_rank()
-    settings = {"rank_timeout": 10.0}
-    with CheckpointManager(root, coordination="s3", overwrite=True, settings=settings) as manager:
+    with CheckpointManager(root, coordination="s3", overwrite=True, settings={"rank_timeout": 10.0}) as manager:
         told = [_save(manager, 0, 100.0)]
         if rank == 0:
             manager.save(1, _own(101.0))
         elif called:
-            told.append(_save(manager, 1, 101.0, bad={"bad": _Stateless(RuntimeError("out of memory"))}))
+            told.append(_save(manager, 1, 101.0, **_failing(RuntimeError("out of memory"))))
         assert manager.restore(_own(-1.0)) == 0
         dist.barrier()  # as the collectives of a training do
         if rank == 0:
@@ -258,9 +232,6 @@ def test_what_a_rank_saved_before_it_went_back_is_not_merged_with_what_it_saves_
     assert first == ["saved"] * 3
     assert [each == "saved" for each in second] == [True, *([False] if called else []), True, True]
     assert _values(root) == {0: [100.0, 100.0], 1: [201.0, 201.0], 2: [202.0, 202.0]}
-
-
-# --- what all restore -------------------------------------------------------------------------------
 
 
 def _restore_apart(root: str) -> tuple[str, list[int | None]]:

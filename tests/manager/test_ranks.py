@@ -7,7 +7,6 @@ import os
 import signal
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,7 +20,7 @@ from dcp_s3 import CheckpointManager, SaveEvery, SaveOnPreemption, errors
 from dcp_s3.events import Event, LoadStarted
 from dcp_s3.url import parse_url
 from tests.faulty import BUCKET, serve
-from tests.manager.making import state
+from tests.manager.conftest import state
 from tests.memory_s3 import Fault
 from tests.ranks import run_ranks
 from tests.retention.making import delete, keys, put
@@ -139,12 +138,7 @@ def test_a_failure_on_one_rank_is_raised_on_all_and_the_next_call_works(memory_s
         assert "rank 1 cannot go on" in first[number][1]
     for number, what in ((2, "save is called with"), (3, "restore asks for")):
         assert f"{what} different steps" in first[number][1] == second[number][1]
-    for number, kind in (
-        (5, "SaveFailedError"),
-        (6, "SaveFailedError"),
-        (7, "RestoreFailedError"),
-        (8, "RestoreFailedError"),
-    ):
+    for number, kind in enumerate(["SaveFailedError"] * 2 + ["RestoreFailedError"] * 2, 5):
         assert first[number] == second[number] == (kind, first[number][1], [1])
         assert "RuntimeError: out of memory" in first[number][1]
     assert "whether it needs more than the step)': True" in first[11][1] == second[11][1]
@@ -177,19 +171,15 @@ def test_what_vanishes_or_is_damaged_makes_all_ranks_load_the_one_before(memory_
     assert run_ranks(2, _vanish, root) == [1, 1]
 
 
-def _threads() -> int:
-    return len(list(Path("/proc/self/task").iterdir()))
-
-
 def _make_and_close(root: str) -> list[int]:
-    counts = [_threads()]
+    counts = [len(os.listdir("/proc/self/task"))]
     manager = CheckpointManager(root, should_save=SaveEvery(steps=1) | SaveOnPreemption())
-    counts.append(_threads())
+    counts.append(len(os.listdir("/proc/self/task")))
     manager.save(1, {"a": torch.ones(2)})
     manager.close()
     manager.close()
     dist.barrier()  # the default group is as it was
-    return [*counts, _threads()]
+    return [*counts, len(os.listdir("/proc/self/task"))]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="counts in /proc")
@@ -201,27 +191,13 @@ def test_no_thread_of_its_groups_outlives_a_closed_manager(memory_server: Any, r
         assert closed <= before
 
 
-# --- SIGTERM on any rank: all save the same step, and know of it ----------------------------------------
-
-
-def _policy(every: int = 10) -> Any:
-    return SaveEvery(steps=every) | SaveOnPreemption()
-
-
-def _train(
-    manager: CheckpointManager,
-    *,
-    at: int,
-    first: int = 1,
-    last: int = 1000,
-    boundary: Callable[[int], object] = lambda _: None,
-) -> int:
+def _train(manager: CheckpointManager, at: int, boundary: Callable[[], object] = lambda: None) -> int:
     """Train until SIGTERM, which comes at a step. Returns the last step."""
     with manager:
-        for step in range(first, last + 1):
+        for step in range(1, 1001):
             if step == at:
                 os.kill(os.getpid(), signal.SIGTERM)
-            boundary(step)
+            boundary()
             manager.save(step, state(step))
             if manager.preempted:
                 assert not manager.should_save(step + 1), "once"
@@ -237,14 +213,15 @@ def test_a_last_step_that_fails_is_raised_and_an_earlier_failure_is_no_reason(
     with serve(monkeypatch) as server:
         server.rule = lambda request: Fault.error(403, "AccessDenied") if f"{failing}/.meta" in request.key else None
         with pytest.raises(errors.SaveFailedError, match="step 15") if failing == 15 else contextlib.nullcontext():
-            _train(CheckpointManager(root, should_save=_policy()), at=15)
+            _train(CheckpointManager(root, should_save=SaveEvery(steps=10) | SaveOnPreemption()), at=15)
         assert [info.step for info in dcp_s3.list_checkpoints(root) if info.committed] == [left]
         assert not [key for key in server.s3.objects(BUCKET) if f"{failing}/__" in key], "half a checkpoint is left"
 
 
 def _ranks_train(root: str, coordination: Any) -> int:
-    manager = CheckpointManager(root, coordination=coordination, should_save=_policy(1000))
-    return _train(manager, at=5 if dist.get_rank() else 0, boundary=lambda _: dist.all_reduce(torch.zeros(1)))
+    policy = SaveEvery(steps=1000) | SaveOnPreemption()
+    manager = CheckpointManager(root, coordination=coordination, should_save=policy)
+    return _train(manager, at=5 if dist.get_rank() else 0, boundary=lambda: dist.all_reduce(torch.zeros(1)))
 
 
 @pytest.mark.parametrize("coordination", ["collectives", "s3"])

@@ -19,18 +19,11 @@ from dcp_s3 import CheckpointManager, errors, list_checkpoints
 from dcp_s3.spill.drain import Drainer
 from dcp_s3.spill.store import SpillStore
 from tests.faulty import BUCKET, FaultyServer
-from tests.memory_s3 import Fault
 from tests.ranks import RankFailed, run_ranks
+from tests.spill.making import allow_all as back
+from tests.spill.making import refuse_all as away
 
 ROOT = f"s3://{BUCKET}/run"
-
-
-def away(_: Any) -> Fault:
-    return Fault.error(503, "SlowDown")
-
-
-def back(_: Any) -> None:
-    """No fault."""
 
 
 def _state(step: int) -> dict[str, Any]:
@@ -112,7 +105,7 @@ def _drained(spill: Path, *, expected: set[int]) -> None:
     assert {info.step for info in list_checkpoints(ROOT) if info.committed} == expected
 
 
-@pytest.mark.quick("2-away")
+@pytest.mark.quick("2-refuse_all")
 @pytest.mark.parametrize("then", [away, back])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_after_a_kill_what_is_on_the_disk_is_gone_on_from_whether_or_not_s3_is_back(
@@ -205,7 +198,7 @@ def _second_attempt(step: int) -> bool:
     return bool(loaded["attempt"] == 2)
 
 
-@pytest.mark.quick("back")
+@pytest.mark.quick("allow_all")
 @pytest.mark.parametrize("rule", [away, back])
 def test_a_run_that_goes_back_replaces_the_steps_that_waited(faulty: FaultyServer, tmp_path: Path, rule: Any) -> None:
     run_ranks(2, _save_to_s3, 1)

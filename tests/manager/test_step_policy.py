@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-import os
 import signal
 import subprocess
 import sys
-import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
+from dcp_s3 import SaveContinuously, SaveEvery, SaveOnPreemption
 from dcp_s3.errors import SettingsError
 from dcp_s3.manager.agree import Ranks
-from dcp_s3.manager.step_policy import (
-    SaveContinuously,
-    SaveEvery,
-    SaveOnPreemption,
-    SigtermFlag,
-    StepDecisions,
-    check_policy,
-)
+from dcp_s3.manager.step_policy import SigtermFlag, StepDecisions, check_policy
 from tests.manager.test_agree import MemoryKeys, ThreadRanks, on_threads, store_ranks
 
 
@@ -34,8 +28,8 @@ class Clock:
         return self.seconds
 
 
-def decisions(policy: Any, clock: Clock | None = None, **options: Any) -> StepDecisions:
-    return StepDecisions(policy, Ranks(None), now=clock or Clock(), **options)
+def decisions(policy: Any, clock: Clock | None = None, ranks: Ranks | None = None) -> StepDecisions:
+    return StepDecisions(policy, ranks or Ranks(None), now=clock or Clock())
 
 
 def saved(deciding: StepDecisions, steps: Iterable[int], clock: Clock | None = None, pace: float = 1.0) -> list[int]:
@@ -48,26 +42,6 @@ def saved(deciding: StepDecisions, steps: Iterable[int], clock: Clock | None = N
             deciding.saved(step)
             found.append(step)
     return found
-
-
-def terminate() -> None:
-    os.kill(os.getpid(), signal.SIGTERM)
-
-
-@pytest.fixture
-def watched() -> Iterator[Callable[..., StepDecisions]]:
-    made: list[StepDecisions] = []
-
-    def make(policy: Any, ranks: Ranks | None = None) -> StepDecisions:
-        made.append(StepDecisions(policy, ranks or Ranks(None), now=Clock()))
-        return made[-1]
-
-    yield make
-    for each in reversed(made):
-        each.close()
-
-
-# --- policies ------------------------------------------------------------------------------------
 
 
 def test_every_so_many_steps_wherever_the_run_began() -> None:
@@ -108,9 +82,6 @@ def test_functions_are_policies_and_are_joined() -> None:
 def test_arguments_that_make_no_sense_are_refused(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(SettingsError, match=message):
         SaveEvery(**arguments)
-
-
-# --- when the ranks come together ------------------------------------------------------------------
 
 
 def test_the_first_ranks_clock_decides_for_all_in_few_meetings() -> None:
@@ -166,42 +137,16 @@ def test_looks_are_as_rare_as_the_next_save_allows(policy: Any, saving: bool, pa
     assert max(gaps) == steps
 
 
-# --- SIGTERM -------------------------------------------------------------------------------------
+def test_preemption_saves_once_and_is_known_afterwards_a_save_by_steps_is_also_the_one_for_it() -> None:
+    for at, steps in ((6, [6, 10, 20]), (10, [10, 20])):
+        with contextlib.closing(decisions(SaveOnPreemption() | SaveEvery(steps=10))) as deciding:
+            assert saved(deciding, range(1, at)) == []
+            signal.raise_signal(signal.SIGTERM)
+            assert saved(deciding, range(at, 21)) == steps
+            assert deciding.preempted
 
 
-def test_preemption_saves_once_and_is_known_afterwards(watched: Any) -> None:
-    deciding = watched(SaveOnPreemption() | SaveEvery(steps=10))
-    assert saved(deciding, range(1, 6)) == []
-    terminate()
-    assert saved(deciding, range(6, 21)) == [6, 10, 20]
-    assert deciding.preempted
-
-
-def test_a_save_by_steps_is_also_the_one_for_the_signal(watched: Any) -> None:
-    deciding = watched(SaveOnPreemption() | SaveEvery(steps=10))
-    assert saved(deciding, range(1, 10)) == []
-    terminate()
-    assert saved(deciding, range(10, 20)) == [10]
-
-
-def test_a_signal_that_one_rank_has_seen_makes_all_save_the_same_step() -> None:
-    class Flag(SigtermFlag):
-        def __init__(self) -> None:
-            self.seen = False
-
-    def train(ranks: ThreadRanks) -> list[int]:
-        flag = Flag()
-        deciding = StepDecisions(SaveOnPreemption(), ranks, flag=flag)
-        steps = saved(deciding, range(1, 6))
-        flag.seen = ranks.rank == 1
-        return steps + saved(deciding, range(6, 200))
-
-    first, second = on_threads(2, train)
-    assert first == second
-    assert len(first) == 1
-
-
-def test_without_collectives_a_rank_whose_answer_came_second_goes_by_the_first_one(watched: Any) -> None:
+def test_without_collectives_a_rank_whose_answer_came_second_goes_by_the_first_one() -> None:
     """Both decide at once, and only one of them has got SIGTERM."""
 
     class Raced(MemoryKeys):
@@ -210,12 +155,12 @@ def test_without_collectives_a_rank_whose_answer_came_second_goes_by_the_first_o
                 super().offer(key, "[1, false, 1, false]")
             return super().offer(key, value)
 
-    deciding = watched(SaveOnPreemption(), store_ranks(2, Raced())[1])
-    terminate()
-    assert not deciding.should_save(1)
-    assert not deciding.preempted, "nothing is saved at that step"
-    assert deciding.should_save(2)
-    assert deciding.preempted
+    with contextlib.closing(decisions(SaveOnPreemption(), ranks=store_ranks(2, Raced())[1])) as deciding:
+        signal.raise_signal(signal.SIGTERM)
+        assert not deciding.should_save(1)
+        assert not deciding.preempted, "nothing is saved at that step"
+        assert deciding.should_save(2)
+        assert deciding.preempted
 
 
 _FORKS = """
@@ -251,7 +196,7 @@ def test_the_handler_that_was_there_is_called_and_comes_back_unless_another_was_
     before = signal.signal(signal.SIGTERM, mine)
     try:
         flag = SigtermFlag()
-        terminate()
+        signal.raise_signal(signal.SIGTERM)
         assert flag.seen
         assert seen == [signal.SIGTERM]
         if later:
@@ -263,18 +208,10 @@ def test_the_handler_that_was_there_is_called_and_comes_back_unless_another_was_
 
 
 def test_other_threads_are_told_that_they_cannot_watch() -> None:
-    caught: list[Exception] = []
-
-    def work() -> None:
-        try:
-            check_policy(SaveEvery(steps=5) | SaveOnPreemption())
-        except SettingsError as error:
-            caught.append(error)
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    assert "main thread" in str(caught[0])
+    with ThreadPoolExecutor(1) as pool:
+        caught = pool.submit(check_policy, SaveEvery(steps=5) | SaveOnPreemption()).exception()
+    assert isinstance(caught, SettingsError)
+    assert "main thread" in str(caught)
     check_policy(SaveOnPreemption())  # here
     with pytest.raises(SettingsError, match=r"should_save is a int, .*SaveEvery\(steps=1000\)"):
         check_policy(100)

@@ -16,16 +16,9 @@ from dcp_s3.checkpoint.commit import Beginning, Commit, Committer, make_commit
 from dcp_s3.checkpoint.commit_state import SaveIdentity
 from dcp_s3.checkpoint.info import Deletion
 from dcp_s3.format.control_files import ObjectEntry
-from dcp_s3.format.layout import (
-    CLAIM,
-    data_object,
-    joint_object,
-    spread,
-    step_of,
-)
+from dcp_s3.format.layout import CLAIM, data_object, joint_object, spread, step_of
 from dcp_s3.memory import crc64nvme, crc_hex
 from dcp_s3.retention.policy import PolicyFunction
-from dcp_s3.store import Upload
 from dcp_s3.url import CheckpointURL, parse_url
 from tests.memory_store import FaultyStore, MemoryStore, Rule
 from tests.retention.making import is_manifest, save_locally
@@ -104,9 +97,6 @@ class Run:
 
     def delete_data(self, name: str) -> None:
         self.delete(name, next(path for path in self.objects(name) if path.endswith(".distcp")))
-
-    def open_upload(self, key: str) -> Upload:
-        return self.memory.begin(key)
 
     # --- saves --------------------------------------------------------------------------------------------
 
@@ -248,7 +238,7 @@ class Mixed:
             for path in COORDINATION:
                 run.put(name, path)
         run.put("", BOARD)
-        run.open_upload("run/step-9/__0_1-abcdef.distcp")
+        run.memory.begin("run/step-9/__0_1-abcdef.distcp")
         run.clock.now += 2 * DAY
         self.start = run.memory.snapshot()
 
@@ -272,8 +262,5 @@ class Mixed:
             assert self.run.prune("latest:1").ok
             left = {key for key in self.keys - self.keep if "/deletion-" not in key}
             assert not left
-        self.check_done()
-
-    def check_done(self) -> None:
         assert self.keys == self.keep
         assert self.run.memory.uploads("") == []

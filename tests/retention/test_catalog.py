@@ -27,20 +27,24 @@ from dcp_s3.url import parse_url
 from tests.retention.runs import HOUR, ROOT, Run
 
 
-def test_checkpoints_are_listed_in_order_of_steps(run: Run) -> None:
+def test_checkpoints_are_listed_in_order_of_steps(run: Run, tmp_path: Path) -> None:
     before = time.time()
     for name in ("step-10", "step-9", "step-100"):
         run.save(name, metrics={"loss": 0.5, "note": name}, objects=2)
+    run.save_foreign("epoch-300", tmp_path)
     found = run.catalog().checkpoints()
-    assert [(info.name, info.step) for info in found] == [("step-9", 9), ("step-10", 10), ("step-100", 100)]
-    assert run.latest() == "step-100"
+    assert [(info.name, info.step) for info in found[:-1]] == [("step-9", 9), ("step-10", 10), ("step-100", 100)]
     for info in found:
         data = [size for path, size in run.objects(info.name).items() if path.endswith(".distcp")]
-        assert info.url == f"{ROOT}/{info.name}"
-        assert (info.state, info.world_size, info.foreign) == ("committed", 1, False)
-        assert (info.objects, info.size) == (2, sum(data))
+        assert (info.url, info.state) == (f"{ROOT}/{info.name}", "committed")
+        assert (info.objects, info.size) == (len(data), sum(data))
+    for info in found[:-1]:
+        assert (info.objects, info.world_size, info.foreign) == (2, 1, False)
         assert info.metrics == {"loss": 0.5, "note": info.name}
         assert before <= (info.created_at or 0) <= time.time()
+    last = found[-1]
+    assert (last.step, last.foreign, last.world_size, last.created_at) == (300, True, None, run.clock.now)
+    assert run.catalog().latest() == last
 
 
 def test_a_torn_save_is_in_progress_then_a_leftover_and_never_latest(run: Run) -> None:
@@ -55,15 +59,6 @@ def test_a_torn_save_is_in_progress_then_a_leftover_and_never_latest(run: Run) -
     run.put("step-2", "__1_0-ab.distcp")
     assert run.states(retention_grace="2h")["step-2"] == "in_progress"
     assert run.catalog().scan().now == run.clock.now
-
-
-def test_foreign_checkpoints_are_listed(run: Run, tmp_path: Path) -> None:
-    run.save_foreign("epoch-3", tmp_path)
-    data = [size for path, size in run.objects("epoch-3").items() if path.endswith(".distcp")]
-    info = run.only()
-    assert (info.state, info.foreign, info.step, info.world_size) == ("committed", True, 3, None)
-    assert (info.objects, info.size, info.created_at) == (len(data), sum(data), run.clock.now)
-    assert run.catalog().latest() == info
 
 
 def test_ranks_without_collectives_count_when_all_have_committed(run: Run) -> None:
@@ -151,6 +146,20 @@ def test_a_request_that_fails_is_an_error_not_a_gap(run: Run) -> None:
     assert {key.split("/")[1] for key in run.objects()} == {"step-1", "step-2"}
 
 
+@pytest.mark.parametrize("all_of_it", [True, False])
+def test_latest_looks_again_when_its_choice_is_pruned(run: Run, all_of_it: bool) -> None:
+    run.steps(1, 2)
+
+    def go_on() -> None:
+        run.steps(3, 4)
+        run.delete("step-2", ".metadata")
+        if all_of_it:
+            run.prune("latest:1", grace=0, force=True)
+
+    run.once("get", "step-2/.metadata", go_on)
+    assert run.latest() == "step-4"
+
+
 def truncate(run: Run, name: str) -> None:
     found = run.memory.get(f"run/{name}/.metadata")
     run.put(name, ".metadata", found.data[:-20], found.metadata)
@@ -194,20 +203,6 @@ def test_who_looks_for_the_newest_says_why_it_passes_over_others(
     assert "Remedy: load it with the versions that wrote it" in said[1]
     assert "its CRC-64/NVME is" in said[4]
     assert "Remedy: load an earlier checkpoint" in said[4]
-
-
-@pytest.mark.parametrize("all_of_it", [True, False])
-def test_latest_looks_again_when_its_choice_is_pruned(run: Run, all_of_it: bool) -> None:
-    run.steps(1, 2)
-
-    def go_on() -> None:
-        run.steps(3, 4)
-        run.delete("step-2", ".metadata")
-        if all_of_it:
-            run.prune("latest:1", grace=0, force=True)
-
-    run.once("get", "step-2/.metadata", go_on)
-    assert run.latest() == "step-4"
 
 
 def test_marks_are_seen_and_only_metrics_and_pins_cost_a_request(run: Run) -> None:
@@ -297,14 +292,8 @@ def test_what_is_replaced_or_deleted_meanwhile(run: Run) -> None:
     assert ([info.damage for info in found.checkpoints], found.leftovers) == ([None], ())
     run.once("get", "step-1/.metadata", lambda: run.save("step-1", overwrite=True))
     assert run.damages() == [None]
-
-    def replace_and_lose() -> None:
-        run.save("step-1", overwrite=True)
-        run.delete(
-            "step-1", next(path for path in run.objects("step-1") if path.startswith("__") and "abcdef" not in path)
-        )
-
-    run.once("get", "step-1/.metadata", replace_and_lose)
+    run.delete("step-1", "__0_0-abcdef.distcp")
+    run.once("get", "step-1/.metadata", lambda: (run.save("step-1", overwrite=True), run.delete_data("step-1")))
     assert "is not there" in str(run.damages())
     run.once("head", "", lambda: run.delete("step-1", ".metadata"))
     assert run.damages() == ["its .metadata is listed, but cannot be read"]
@@ -315,16 +304,13 @@ def test_what_is_replaced_or_deleted_meanwhile(run: Run) -> None:
 def test_what_was_the_latest_is_pruned_while_it_is_looked_at(run: Run, kept: list[int], method: str) -> None:
     run.steps(*kept, 2)
 
-    def go_on() -> None:
-        run.save("step-3")
-        for path in run.objects("step-2"):
-            run.delete("step-2", path)
+    def prune_to(step: int) -> None:
+        run.save(f"step-{step}")
+        run.memory.delete([f"run/step-{step - 1}/{path}" for path in run.objects(f"step-{step - 1}")])
 
-    run.once(method, "step-2/", go_on)
-    assert [info.name for info in run.catalog().checkpoints()][-1] == "step-3"
-    run.once(
-        method, "step-3/", lambda: (run.save("step-4"), [run.delete("step-3", path) for path in run.objects("step-3")])
-    )
+    run.once(method, "step-2/", lambda: prune_to(3))
+    assert run.names()[-1] == "step-3"
+    run.once(method, "step-3/", lambda: prune_to(4))
     assert run.latest() == "step-4"
 
 
@@ -361,27 +347,20 @@ def test_what_waits_in_the_spill_directory_is_local(run: Run, tmp_path: Path) ->
     assert [info.name for info in elsewhere.plan(lambda *_: {}, grace=0.0).deleted] == ["step-1"]
 
 
-# --- metrics after the save, and pins ------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "metrics", [{}, {"loss": math.inf}, {"loss": None}, {"loss": [1]}, {"": 1}, {3: 1}, {"loss": 1j}, "loss=1"]
-)
-def test_what_can_not_be_stored_is_refused_before_any_request(run: Run, metrics: Any) -> None:
-    with pytest.raises(errors.SettingsError, match=r"expected a mapping|cannot be stored"):
-        run.annotate("step-1", metrics)
+def test_marks_need_a_committed_checkpoint_and_metrics_that_can_be_stored(run: Run) -> None:
+    values = math.inf, None, [1], 1j
+    refused: tuple[Any, ...] = {}, {"": 1}, {3: 1}, "loss=1", *({"loss": value} for value in values)
+    for metrics in refused:
+        with pytest.raises(errors.SettingsError, match=r"expected a mapping|cannot be stored"):
+            run.annotate("step-1", metrics)
     assert not run.calls
-
-
-def test_marks_need_a_committed_checkpoint(run: Run) -> None:
     run.steps(1)
     run.delete("step-1", ".metadata")
     before = run.objects()
     for name in ("step-1", "step-2"):
-        with pytest.raises(errors.CheckpointNotFoundError, match="no committed checkpoint"):
-            run.annotate(name, {"loss": 1})
-        with pytest.raises(errors.CheckpointNotFoundError, match="no committed checkpoint"):
-            run.pin(name)
+        for mark in (lambda name=name: run.annotate(name, {"loss": 1}), lambda name=name: run.pin(name)):
+            with pytest.raises(errors.CheckpointNotFoundError, match="no committed checkpoint"):
+                mark()
     assert run.objects() == before
 
 

@@ -12,23 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dcp_s3 import KeepBest, KeepDaily, KeepEvery, KeepLatest, KeepWithin, Policy
 from dcp_s3.checkpoint.info import CheckpointInfo, age_order
 from dcp_s3.errors import SettingsError
 from dcp_s3.retention.plan import LEASE_MARGIN, CatalogSnapshot, LeftoverObject, OpenUpload, Plan
-from dcp_s3.retention.policy import (
-    AnyOf,
-    KeepBest,
-    KeepDaily,
-    KeepEvery,
-    KeepLatest,
-    KeepWithin,
-    Policy,
-    PolicyFunction,
-    best_first,
-    parse_policy,
-    policy_from_settings,
-    run_policy,
-)
+from dcp_s3.retention.policy import AnyOf, PolicyFunction, best_first, parse_policy, policy_from_settings, run_policy
 from dcp_s3.settings import Settings
 from tests.retention.runs import keep_steps
 
@@ -194,14 +182,9 @@ def test_any_function_is_a_policy() -> None:
 
 @pytest.mark.parametrize(
     ("answer", "said"),
-    [
-        (None, "mapping"),
-        ({"step-7": ["typo"]}, "step-7"),
-        ({"step-1": None}, "step-1"),
-        ({"step-1": "x"}, "step-1"),
-        (ZeroDivisionError("oops"), "oops"),
-    ],
-)
+    [(None, "mapping"), ({"step-7": ["typo"]}, "step-7"), ({"step-1": None}, "step-1"), ({"step-1": "x"}, "step-1"),
+     (ZeroDivisionError("oops"), "oops")],
+)  # fmt: skip
 def test_nonsense_of_a_users_policy_is_an_error(answer: Any, said: str) -> None:
     def mine(checkpoints: Sequence[CheckpointInfo], now: float) -> Any:
         if isinstance(answer, Exception):
@@ -209,9 +192,8 @@ def test_nonsense_of_a_users_policy_is_an_error(answer: Any, said: str) -> None:
         return answer
 
     for policy in (mine, KeepLatest(1) | mine):
-        with pytest.raises(SettingsError, match=said) as caught:
+        with pytest.raises(SettingsError, match=f"mine.*{said}|{said}.*mine") as caught:
             run_policy(policy, steps(1, 2), NOW)
-        assert "mine" in str(caught.value)
         assert "nothing is deleted" in str(caught.value)
 
 
@@ -230,7 +212,7 @@ def test_bad_arguments(make: Any) -> None:
         make()
 
 
-def test_a_line_of_policies() -> None:
+def test_a_line_of_policies(monkeypatch: pytest.MonkeyPatch) -> None:
     line = "latest:3 best:2:val_loss:min every:10000 within:48h daily:7"
     policy = parse_policy(line)
     assert policy == (
@@ -241,32 +223,6 @@ def test_a_line_of_policies() -> None:
     assert parse_policy(" latest:3\t") == KeepLatest(3)
     assert parse_policy("best:1:eval:loss:max:drop") == KeepBest(1, "eval:loss", "max", "drop")
     assert parse_policy("  ") is None
-
-
-@pytest.mark.parametrize(
-    ("word", "said"),
-    [
-        ("steps:3", "latest:K.*daily:N"),
-        ("latest", "latest:K"),
-        ("latest:0", "1 or more"),
-        ("latest:\u0663", "latest:K"),
-        ("latest:" + "9" * 5000, "latest:K"),
-        ("best:2:val_loss", "best:K:METRIC"),
-        ("best:2:val_loss:low", "min"),
-        ("best:2::min", "metric"),
-        ("every:1k", "every:STEPS"),
-        ("within:soon", "48h"),
-        ("within:4.5", "unit"),
-        ("latest:3,best:2", "latest:K"),
-    ],
-)
-def test_a_bad_word_is_named_with_what_is_allowed(word: str, said: str) -> None:
-    with pytest.raises(SettingsError, match=said) as caught:
-        parse_policy(f"daily:7 {word}")
-    assert repr(word) in str(caught.value)
-
-
-def test_the_setting(monkeypatch: pytest.MonkeyPatch) -> None:
     assert policy_from_settings(Settings()) is None
     monkeypatch.setenv("DCP_S3_RETENTION", "latest:3 daily:7")
     assert policy_from_settings(Settings()) == KeepLatest(3) | KeepDaily(7)
@@ -274,14 +230,26 @@ def test_the_setting(monkeypatch: pytest.MonkeyPatch) -> None:
         policy_from_settings(Settings(retention="latest:x"))
 
 
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("steps:3", "latest:K.*daily:N"), ("latest", "latest:K"), ("latest:0", "1 or more"),
+        ("latest:\u0663", "latest:K"), ("latest:" + "9" * 5000, "latest:K"), ("latest:3,best:2", "latest:K"),
+        ("best:2:val_loss", "best:K:METRIC"), ("best:2:val_loss:low", "min"), ("best:2::min", "metric"),
+        ("every:1k", "every:STEPS"), ("within:soon", "48h"), ("within:4.5", "unit"),
+    ],
+)  # fmt: skip
+def test_a_bad_word_is_named_with_what_is_allowed(word: str, said: str) -> None:
+    with pytest.raises(SettingsError, match=said) as caught:
+        parse_policy(f"daily:7 {word}")
+    assert repr(word) in str(caught.value)
+
+
 @given(policies)
 def test_the_text_of_a_policy_is_the_policy(policy: Policy) -> None:
     parsed = parse_policy(str(policy))
     assert str(parsed) == str(policy)
     assert run_policy(parsed, steps(1, 20), NOW) == run_policy(policy, steps(1, 20), NOW)  # type: ignore[arg-type]
-
-
-# --- plans: what is kept whatever the policies say -----------------------------------------------------
 
 
 _NOTHING = keep_steps()

@@ -104,10 +104,10 @@ def test_leftovers_and_uploads_go_after_the_grace_period(run: Run) -> None:
     run.delete("step-0", ".metadata")
     run.put("step-1", "__0_0-abcdef.distcp")
     for step in (0, 1, 7):
-        run.open_upload(f"run/step-{step}/__0_1-abcdef.distcp")
+        run.memory.begin(f"run/step-{step}/__0_1-abcdef.distcp")
     others = ["run/deep/er/__0_0-ab.distcp", "run/logs/events", "run/x.distcp", "runner/step-1/__0_0-ab.distcp"]
     for key in others:
-        run.open_upload(key)
+        run.memory.begin(key)
     before = run.objects()
     run.clock.now += 2 * HOUR
     report = run.prune(grace="3h")
@@ -201,17 +201,11 @@ def test_a_rank_checkpoint_hidden_by_another_never_comes_back(run: Run) -> None:
 def test_the_commit_goes_first_and_the_list_last(run: Run) -> None:
     run.steps(1, 2)
     changes: list[tuple[str, str]] = []
-
-    def note(method: str, key: str) -> None:
-        if method in ("put", "delete"):
-            changes.append((method, key.removeprefix("run/step-1/")))
-
-    run.rule = note
+    run.rule = lambda method, key: changes.append((method, key)) if method in ("put", "delete") else None
     run.prune("latest:1")
-    path = changes[0][1]
-    assert "deletion-" in path
-    assert [changes[0], changes[1], changes[-1]] == [("put", path), ("delete", ".metadata"), ("delete", path)]
-    assert len(changes) == 4
+    (put, listed), commit, _, last = changes
+    assert (put, "deletion-" in listed) == ("put", True)
+    assert [commit, last] == [("delete", "run/step-1/.metadata"), ("delete", listed)]
 
 
 def test_a_save_whose_commit_waits_on_this_host_loses_nothing(run: Run, tmp_path: Path) -> None:
@@ -244,7 +238,7 @@ PROTECTED: dict[str, Callable[[Run], Any]] = {
     "pinned": lambda run: run.pin("step-1"),
     "lease": lambda run: run.put("step-1", lease_object("ab", 600)),
     "object": lambda run: run.put("step-1", "__0_0-abcdef.distcp"),
-    "upload": lambda run: run.open_upload("run/step-1/__0_0-ab.distcp"),
+    "upload": lambda run: run.memory.begin("run/step-1/__0_0-ab.distcp"),
 }
 
 

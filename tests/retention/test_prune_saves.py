@@ -5,10 +5,11 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -29,50 +30,26 @@ def lists(run: Run, name: str) -> list[str]:
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
-def test_a_save_whose_objects_a_prune_took_is_not_committed(run: Run, overwrite: bool) -> None:
-    run.steps(3, *([2] if overwrite else []))
-    before = run.objects("step-2")
-    committer, commit = run.begin("step-2", overwrite=overwrite, late=True)
-    run.clock.now += 2 * DAY
-    run.prune("latest:3")
-    with pytest.raises(errors.CheckpointDeletedError, match="objects are gone"):
-        committer.commit(run.store, commit, spilled=False)
-    assert run.objects("step-2") == before
-    assert set(run.damages()) == {None}
-
-
-@pytest.mark.parametrize("overwrite", [False, True])
-@pytest.mark.parametrize("how", ["listed", "gone"])
-def test_a_commit_whose_objects_go_after_its_first_look_is_withdrawn(run: Run, overwrite: bool, how: str) -> None:
+@pytest.mark.parametrize("how", ["pruned before", "listed", "gone"])
+def test_a_save_whose_objects_a_prune_takes_or_is_about_to_take_is_not_committed(
+    run: Run, overwrite: bool, how: str
+) -> None:
     run.steps(3, *([2] if overwrite else []))
     before, metadata = run.objects("step-2"), run.get("step-2", ".metadata") if overwrite else b""
     committer, commit = run.begin("step-2", overwrite=overwrite, late=True)
-    path = commit.objects[0].path
-    listed = DeletionList(None, {}, {path: ""}).to_json()
-    change = partial(run.delete, "step-2", path)
-    if how == "listed":
-        change = partial(run.put, "step-2", deletion_object("ab", "cd"), listed)
-    run.once("put", "step-2/.metadata", change)
-    with pytest.raises(
-        errors.CheckpointDeletedError, match="about to delete 1 of its 1" if how == "listed" else "gone"
-    ):
+    path, listed = commit.objects[0].path, deletion_object("ab", "cd")
+    if how == "pruned before":
+        run.clock.now += 2 * DAY
+        run.prune("latest:3")
+    else:  # after the committer's first look
+        data = DeletionList(None, {}, {path: ""}).to_json()
+        gone, named = partial(run.delete, "step-2", path), partial(run.put, "step-2", listed, data)
+        run.once("put", "step-2/.metadata", named if how == "listed" else gone)
+    with pytest.raises(errors.CheckpointDeletedError, match="to delete 1 of its 1" if how == "listed" else "are gone"):
         committer.commit(run.store, commit, spilled=False)
-    left = run.objects("step-2")
-    assert {key: size for key, size in left.items() if key not in (path, deletion_object("ab", "cd"))} == before
+    assert {key: size for key, size in run.objects("step-2").items() if key not in (path, listed)} == before
     assert set(run.damages()) == {None}
     assert not overwrite or run.get("step-2", ".metadata") == metadata
-
-
-def test_what_was_committed_after_the_listing_is_left_alone(run: Run) -> None:
-    run.steps(9, 2)
-    metadata = run.memory.get("run/step-2/.metadata")
-    run.delete("step-2", ".metadata")
-    run.clock.now += 2 * DAY
-    run.once("put", "deletion-", lambda: run.put("step-2", ".metadata", metadata.data, metadata.metadata))
-    report = run.prune()
-    assert [(each.name, each.reason) for each in report.left_alone] == [("step-2", "it was committed")]
-    assert lists(run, "step-2") == []
-    assert run.damages() == [None, None]
 
 
 def test_a_save_that_was_to_replace_what_a_prune_deleted_commits(run: Run) -> None:
@@ -180,32 +157,40 @@ def test_a_claim_that_another_save_took_meanwhile_stays(run: Run) -> None:
     assert run.get("step-2", CLAIM) == b"new"
 
 
-@pytest.mark.parametrize("path", [*sorted(COORDINATION), manifest_object(SAVE + "00000001")])
-@pytest.mark.parametrize("kind", ["committed", "uncommitted", "leftovers"])
-def test_a_save_that_goes_on_while_the_list_is_written_loses_nothing(run: Run, path: str, kind: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "change"),
+    [
+        *product(
+            ("committed", "uncommitted", "leftovers"), (*sorted(COORDINATION), manifest_object(SAVE + "00000001"))
+        ),
+        ("uncommitted", "committed"),
+        ("leftovers", "overwritten"),
+    ],
+)
+def test_a_save_that_goes_on_while_the_list_is_written_loses_nothing(run: Run, kind: str, change: str) -> None:
     run.steps(9, 2)
+    metadata = run.memory.get("run/step-2/.metadata")
     if kind == "uncommitted":
         run.delete("step-2", ".metadata")
     if kind == "leftovers":
         run.put("step-2", "__0_0-abcdef.distcp")
     before = run.objects("step-2")
     run.clock.now += 2 * DAY
-    run.once("put", "deletion-", lambda: run.put("step-2", path))
-    report = run.prune("latest:1" if kind == "committed" else "latest:9")
-    assert [each.name for each in report.left_alone] == ["step-2"]
-    assert "a save is in progress" in report.left_alone[0].reason
-    assert run.objects("step-2") == {**before, path: 1}
-
-
-def test_leftovers_of_a_checkpoint_that_is_replaced_while_their_list_is_written_stay(run: Run) -> None:
-    run.steps(9, 2)
-    run.put("step-2", "__0_0-abcdef.distcp")
-    run.clock.now += 2 * DAY
-    run.once("put", "deletion-", lambda: run.save("step-2", overwrite=True))
-    report = run.prune()
-    assert [(each.name, each.reason) for each in report.left_alone] == [("step-2", "it was overwritten")]
-    assert "__0_0-abcdef.distcp" in run.objects("step-2")
-    assert lists(run, "step-2") == []
+    changes: dict[str, Callable[[], object]] = {
+        "committed": lambda: run.put("step-2", ".metadata", metadata.data, metadata.metadata),
+        "overwritten": lambda: run.save("step-2", overwrite=True),
+    }
+    run.once("put", "deletion-", changes.get(change, lambda: run.put("step-2", change)))
+    [left] = run.prune("latest:1" if kind == "committed" else "latest:9").left_alone
+    assert left.name == "step-2"
+    assert (f"it was {change}" if change in changes else "a save is in progress") in left.reason
+    after = run.objects("step-2")
+    if change == "overwritten":
+        assert "__0_0-abcdef.distcp" in after
+        assert lists(run, "step-2") == []
+    else:
+        assert after == {**before, change: 1} if change not in changes else {**before, ".metadata": len(metadata.data)}
+    assert set(run.damages()) <= {None}
 
 
 def test_the_list_of_leftovers_has_no_etags_so_that_nobody_finishes_it_without_a_look(run: Run) -> None:
@@ -331,51 +316,45 @@ def test_a_checkpoint_that_came_back_from_a_copy_is_not_torn_by_an_old_list(mixe
     assert report.ok
 
 
-class Turns:
-    """Lets one of several threads go on at a time, up to its next request: which one is drawn."""
+def in_turn(mixed: Mixed, seed: int, *work: Callable[[], PruneReport]) -> list[PruneReport]:
+    """Carry out work on threads, of which one at a time goes on, up to its next request: which one is drawn."""
+    draw, alive, turn = random.Random(seed).choice, list(range(len(work))), 0
+    changed, mine = threading.Condition(), threading.local()
 
-    def __init__(self, seed: int, work: Sequence[Callable[[], PruneReport]], check: Callable[[], None]) -> None:
-        self._draw, self._check = random.Random(seed).choice, check
-        self._waiting = threading.Condition()
-        self._alive = list(range(len(work)))
-        self._turn = 0
-        self._mine = threading.local()
-        self._work = work
+    def pass_on() -> None:
+        nonlocal turn
+        turn = draw(alive) if alive else turn
+        changed.notify_all()
 
-    def run(self) -> list[PruneReport]:
-        with ThreadPoolExecutor(len(self._work)) as pool:
-            return list(pool.map(self._run, self._alive))
+    def wait() -> None:
+        assert changed.wait_for(lambda: turn == mine.number, 60)
 
-    def _run(self, number: int) -> PruneReport:
-        self._mine.number = number
+    def rule(method: str, key: str) -> None:
+        mixed.check_committed()
+        with changed:
+            pass_on()
+            wait()
+
+    def run(number: int) -> PruneReport:
+        mine.number = number
+        with changed:
+            wait()
         try:
-            with self._waiting:
-                self._waiting.wait_for(lambda: self._turn == number, 60)
-            return self._work[number]()
+            return work[number]()
         finally:
-            with self._waiting:
-                self._alive = [each for each in self._alive if each != number]
-                self._next()
+            with changed:
+                alive.remove(number)
+                pass_on()
 
-    def _next(self) -> None:
-        if self._alive:
-            self._turn = self._draw(self._alive)
-            self._waiting.notify_all()
-
-    def rule(self, method: str, key: str) -> None:
-        self._check()
-        with self._waiting:
-            self._next()
-            assert self._waiting.wait_for(lambda: self._turn == self._mine.number, 60)
+    mixed.run.rule = rule
+    with ThreadPoolExecutor(len(work)) as pool:
+        reports = list(pool.map(run, range(len(work))))
+    mixed.run.rule = nothing
+    return reports
 
 
 @pytest.mark.parametrize("seed", range(12))
 def test_three_at_once_in_random_order_are_harmless(mixed: Mixed, seed: int) -> None:
-    plan = make_plan(mixed)
-    apply, prune = partial(mixed.run.apply, plan), partial(mixed.run.prune, "latest:1")
-    turns = Turns(seed, [apply, apply, prune], mixed.check_committed)
-    mixed.run.rule = turns.rule
-    reports = turns.run()
-    mixed.run.rule = nothing
-    assert all(each.ok for each in reports)
+    apply, prune = partial(mixed.run.apply, make_plan(mixed)), partial(mixed.run.prune, "latest:1")
+    assert all(each.ok for each in in_turn(mixed, seed, apply, apply, prune))
     mixed.prune_to_the_end()
