@@ -1,14 +1,18 @@
-"""`shard`: a local tensor that knows its place; `shard_state`: the tensors of a state."""
+"""`shard` and `shard_state`: local tensors that know their place in one that is sharded by hand; on one process, and on
+ranks, where any number of them loads what any other has saved."""
 
 from __future__ import annotations
 
 import copy
 import pickle
 from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,11 +21,18 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from dcp_s3 import Fused, S3LoadPlanner, S3Stager, S3StorageReader, errors, read_tensor, shard, shard_state, verify
+import dcp_s3
+from dcp_s3 import Fused, S3LoadPlanner, S3StorageReader, S3StorageWriter, errors, read_tensor, shard, shard_state
 from dcp_s3.load.planner import AnyBox as Box
-from tests.end_to_end.loads import failure, save
+from tests.end_to_end.foreign import read_tensors_from_directory
+from tests.end_to_end.loads import failure, load, save
+from tests.end_to_end.states import blank, random_values
+from tests.end_to_end.test_interchange import download, run_foreign
 from tests.load.test_planner import grid
+from tests.ranks import run_ranks
 from tests.servers import S3Server
 
 pytestmark = pytest.mark.servers("memory")
@@ -43,16 +54,15 @@ def in_boxes(full: torch.Tensor, boxes: list[Box]) -> torch.Tensor:
 def test_boxes_are_saved_as_one_tensor_and_loaded_in_place(root: str, parts: tuple[int, int]) -> None:
     save({"w": in_boxes(FULL, grid(SHAPE, parts))}, root)
     assert torch.equal(read_tensor(root, "w"), FULL)
-    assert verify(root, full=True).ok
+    assert dcp_s3.verify(root, full=True).ok
     whole = torch.zeros(SHAPE)
     columns = [torch.nn.Parameter(torch.zeros(6, n)) for n in (2, 0, 3)]
     target = shard(columns, global_shape=SHAPE, offsets=[(0, 0), (0, 2), (0, 2)])
-    for planner in (DefaultLoadPlanner(), S3LoadPlanner()):
+    for planner in (DefaultLoadPlanner, S3LoadPlanner):
         for tensor in (whole, *columns):
             tensor.detach().zero_()
-        state = {"w": whole}
-        dcp.load(state, storage_reader=S3StorageReader(root), planner=planner)
-        dcp.load({"w": target}, storage_reader=S3StorageReader(root), planner=type(planner)())
+        for state in ({"w": whole}, {"w": target}):
+            dcp.load(state, storage_reader=S3StorageReader(root), planner=planner())
         assert torch.equal(whole, FULL)
         assert torch.equal(torch.cat([column.detach() for column in columns], 1), FULL)
 
@@ -74,8 +84,7 @@ def test_tensors_of_no_dimension_and_of_no_element(root: str, shape: tuple[int, 
 def test_another_shape_than_was_saved(root: str) -> None:
     save({"w": FULL}, root)
     state, reader = {"w": shard(torch.zeros(2, 5), global_shape=(7, 5), offsets=(0, 0))}, S3StorageReader(root)
-    with pytest.raises(CheckpointException, match=r"Size mismatch between saved .*6, 5.* and current.*7, 5"):
-        dcp.load(state, storage_reader=reader)
+    failure(lambda: load(state, root), match=r"Size mismatch between saved .*6, 5.* and current.*7, 5")
     failure(lambda: dcp.load(state, storage_reader=reader, planner=S3LoadPlanner()), errors.TensorMismatchError)
 
 
@@ -87,12 +96,7 @@ def test_another_shape_than_was_saved(root: str) -> None:
         (torch.zeros(2, 5), SHAPE, (0.0, 0), "expected whole numbers"),
         (torch.zeros(2, 5), 6, (0, 0), "expected whole numbers"),
         ([torch.zeros(2, 5)], SHAPE, [(0, 0), (2, 0)], "1 tensors with 2 offsets"),
-        (
-            [torch.zeros(2, 5)] * 2,
-            SHAPE,
-            [(0, 0), (1, 0)],
-            r"at \(0, 0\) and .* at \(1, 0\) of this rank overlap",
-        ),
+        ([torch.zeros(2, 5)] * 2, SHAPE, [(0, 0), (1, 0)], r"at \(0, 0\) and .* at \(1, 0\) of this rank overlap"),
         ([torch.zeros(2, 5), torch.zeros(2, 5).half()], SHAPE, [(0, 0), (2, 0)], "float32 .* and torch.float16"),
         ([torch.zeros(2, 5), 3], SHAPE, [(0, 0), (2, 0)], "a int cannot be a shard"),
         (torch.eye(5).to_sparse(), (5, 5), (0, 0), "expected a dense local tensor"),
@@ -130,20 +134,15 @@ def test_nothing_is_computed_with_it_and_a_box_that_is_not_there_is_named() -> N
         value.__get_tensor_shard__(MetadataIndex("w", [1, 0]))
 
 
-def _by_torch(state: Any) -> Any:
-    stager = DefaultStager(StagingOptions(False, True, False, False))
-    return stager.stage(state)
-
-
 def _by_us(state: Any) -> Any:
-    with S3Stager(asynchronous=True) as stager:
+    with dcp_s3.S3Stager(asynchronous=True) as stager:
         return stager.stage(state).result(60)  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(
     "make_copy",
-    [copy.deepcopy, _by_torch, _by_us, lambda state: pickle.loads(pickle.dumps(state)),
-     lambda state: {"w": state["w"].clone()}],
+    [copy.deepcopy, lambda state: DefaultStager(StagingOptions(False, True, False, False)).stage(state), _by_us,
+     lambda state: pickle.loads(pickle.dumps(state)), lambda state: {"w": state["w"].clone()}],
     ids=["deepcopy", "DefaultStager", "S3Stager", "pickle", "clone"],
 )  # fmt: skip
 def test_a_copy_is_the_same_and_apart(make_copy: Callable[[Any], Any]) -> None:
@@ -182,16 +181,11 @@ def test_names_come_before_patterns_and_the_first_pattern_counts() -> None:
 def test_optimizers_and_what_is_exempt() -> None:
     layer = nn.Linear(3, 2)
     known = shard(torch.zeros(1), global_shape=(4,), offsets=(2,))
-    state = {
-        "optim": {
-            "state": {"w": {"step": torch.tensor(3.0), "exp_avg": torch.ones(2, 3)}},
-            "param_groups": [{"lr": 1}],
-        },
-        "list": [torch.ones(2, 3), "text", {"w": layer.weight}],
-        "known": known,
-    }
+    of_w = {"step": torch.tensor(3.0), "exp_avg": torch.ones(2, 3)}
+    optim = {"state": {"w": of_w}, "param_groups": [{"lr": 1}]}
+    state = {"optim": optim, "list": [torch.ones(2, 3), "text", {"w": layer.weight}], "known": known}
     found = shard_state(state, {"*": -1}, rank=0, world_size=4)
-    assert found["optim"]["state"]["w"]["step"] is state["optim"]["state"]["w"]["step"]  # type: ignore[index]
+    assert found["optim"]["state"]["w"]["step"] is of_w["step"]
     assert found["optim"]["param_groups"] == [{"lr": 1}]
     assert found["known"] is known
     inner = found["optim"]["state"]["w"]["exp_avg"], found["list"][0], found["list"][2]["w"]
@@ -256,3 +250,166 @@ def test_states_plans_and_places_that_do_not_fit(state: Any, plan: Any, place: A
     with pytest.raises(errors.ShardingError, match=message) as caught:
         shard_state(state, plan, **place)
     assert caught.value.fqn == ("" if place is not _HERE else "m.w" if state is _W else "m")
+
+
+# --- on ranks ---
+
+HEAD = 2
+"""Elements of a head of attention."""
+HEADS = (8, 4, 4)
+"""Of q, k and v."""
+WORLDS = (4, 2, 1)
+
+
+def full_state() -> dict[str, torch.Tensor]:
+    rows = HEAD * sum(HEADS)
+    shapes = {
+        "embed.weight": (12, 6), "qkv.weight": (rows, 6), "qkv.bias": (rows,), "dense.weight": (6, 16),
+        "norm.weight": (6,), "mlp.gate_up": (2, 5, 16),
+    }  # fmt: skip
+    model = {name: random_values(seed, *shape) for seed, (name, shape) in enumerate(shapes.items())}
+    return {**model, "qkv.weight.exp_avg": model["qkv.weight"] + 1, "embed.weight.step": torch.tensor(7.0)}
+
+
+def plan_of(world: int) -> dict[str, Any]:
+    qkv = tuple(HEAD * heads // world for heads in HEADS)
+    return {
+        "*norm*": None, "*embed.*": 0, "*qkv.*": Fused(0, qkv), "*dense.*": 1,
+        "*gate_up*": Fused(-1, (8 // world, 8 // world)),
+    }  # fmt: skip
+
+
+def local_part(name: str, full: torch.Tensor, rank: int, world: int) -> torch.Tensor:
+    """What a rank has of a tensor: cut here by other means than the plan's."""
+    if "norm" in name or not full.dim():
+        return full.clone()
+    if "qkv" in name:
+        return torch.cat([part.chunk(world)[rank] for part in full.split([HEAD * heads for heads in HEADS])])
+    if "gate_up" in name:
+        return torch.cat([part.chunk(world, 2)[rank] for part in full.chunk(2, 2)], 2)
+    return full.chunk(world, 1 if "dense" in name else 0)[rank].clone()
+
+
+def local_state(rank: int, world: int) -> dict[str, torch.Tensor]:
+    return {name: local_part(name, full, rank, world).contiguous() for name, full in full_state().items()}
+
+
+def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), name
+
+
+def in_dtensors(full: dict[str, torch.Tensor], mesh: DeviceMesh, columns: bool) -> dict[str, Any]:
+    def place(tensor: torch.Tensor) -> Any:
+        return Replicate() if not tensor.dim() else Shard(tensor.dim() - 1 if columns else 0)
+
+    return {name: distribute_tensor(each, mesh, [place(each)], src_data_rank=None) for name, each in full.items()}
+
+
+def _load_shards(url: str, planner: Any, group: Any) -> None:
+    rank, world = dist.get_rank(group), dist.get_world_size(group)
+    local = {name: torch.full_like(part, -1) for name, part in local_state(rank, world).items()}
+    state = shard_state({"model": local}, plan_of(world), group=group)
+    dcp.load(state, storage_reader=S3StorageReader(url), process_group=group, planner=planner)
+    assert_equal(local, local_state(rank, world))  # in the model's own memory
+
+
+def _load_plain(url: str, group: Any) -> None:
+    state = blank({"model": full_state()})
+    dcp.load(state, storage_reader=S3StorageReader(url), process_group=group)
+    assert_equal(state["model"], full_state())
+
+
+def _load_dtensors(url: str, mesh: DeviceMesh, columns: bool) -> None:
+    state = load({"model": in_dtensors(blank(full_state()), mesh, columns)}, url)
+    assert_equal({name: each.full_tensor() for name, each in state["model"].items()}, full_state())
+
+
+def _save_shards(url: str, group: Any) -> None:
+    rank, world = dist.get_rank(group), dist.get_world_size(group)
+    state = shard_state({"model": local_state(rank, world)}, plan_of(world), group=group)
+    dcp.save(state, storage_writer=S3StorageWriter(url), process_group=group)
+
+
+def _reshard(root: str) -> None:
+    groups, mesh = {world: dist.new_group(list(range(world))) for world in WORLDS}, init_device_mesh("cpu", (4,))
+
+    def run(world: int, work: Callable[..., None], *args: Any) -> None:
+        if dist.get_rank() < world:
+            work(*args, groups[world])
+        dist.barrier()
+
+    for saved in (4, 2):
+        url = f"{root}/tp{saved}"
+        run(saved, _save_shards, url)
+        for loaded in WORLDS:
+            planner = S3LoadPlanner() if (saved + loaded) % 2 else DefaultLoadPlanner()
+            run(loaded, _load_shards, url, planner)
+        run(1, _load_plain, url)
+        _load_dtensors(url, mesh, columns=saved == 2)
+    # The reverse.
+    save({"model": full_state()}, f"{root}/plain")
+    save({"model": in_dtensors(full_state(), mesh, columns=True)}, f"{root}/dtensors")
+    for loaded in (4, 2):
+        run(loaded, _load_shards, f"{root}/plain", DefaultLoadPlanner())
+        run(loaded, _load_shards, f"{root}/dtensors", S3LoadPlanner())
+
+
+def test_any_number_of_ranks_loads_what_any_other_saved(
+    root: str, bucket: str, s3: Any, memory_server: S3Server, tmp_path: Path
+) -> None:
+    run_ranks(4, _reshard, root)
+    for world in (4, 2):
+        url = f"{root}/tp{world}"
+        assert_equal(dcp_s3.read_tensors(url), {f"model.{name}": each for name, each in full_state().items()})
+        assert dcp_s3.verify(url, full=True).ok
+    part = slice(3, 20), slice(1, 4)
+    assert torch.equal(read_tensor(f"{root}/tp2", "model.qkv.weight", part), full_state()["qkv.weight"][part])
+    shapes = {f"model.{name}": tuple(each.shape) for name, each in full_state().items()}
+    directory = download(s3, bucket, "run/tp4", tmp_path)
+    found = run_foreign(memory_server, read_tensors_from_directory, str(directory), shapes)
+    assert_equal(found, {f"model.{name}": each for name, each in full_state().items()})
+
+
+_BOXES: dict[str, tuple[list[tuple[int, int, int]], str]] = {
+    "hole": ([(0, 3, 8), (4, 4, 8)], "layer.w invalid fill"),
+    "overlap": ([(0, 5, 8), (4, 4, 8)], "layer.w has overlapping chunks"),
+    "filled whole": ([(0, 2, 4), (2, 2, 8)], r"'layer.w' has shape \(4,\) on rank 0, but \(8,\) on rank 1"),
+    "an empty one": ([(0, 0, 8), (0, 8, 8)], ""),
+}
+"""(First, length, length of the whole) of what each rank saves of a tensor; and what is wrong with them."""
+
+
+_UNEQUAL: list[tuple[list[tuple[int, ...]], list[dict[str, Any]]]] = [
+    ([(2, 4), (3, 4)], [{"*": 0}] * 2),
+    ([(2, 4)] * 2, [{"*": 0}, {"*": 1}]),
+    ([(2, 4)] * 2, [{"*": None}, {"*": 0}]),
+    ([(2, 4)] * 2, [{"*": Fused(0, (1, 1), (1, 2))}, {"*": Fused(0, (2, 0), (1, 2))}]),
+]
+"""Shape and plan of each rank."""
+
+
+def _refused_on_two(root: str) -> list[str]:
+    rank, told = dist.get_rank(), []
+    for name, (boxes, message) in _BOXES.items():
+        first, length, whole = boxes[rank]
+        state = {"layer": {"w": shard(torch.zeros(length), global_shape=(whole,), offsets=(first,))}}
+        with pytest.raises(CheckpointException, match=message) if message else nullcontext():
+            save(state, f"{root}/{name}")
+    for shapes, plans in _UNEQUAL:
+        with pytest.raises(errors.ShardingError, match="'w' is split differently on the ranks") as caught:
+            shard_state({"w": torch.zeros(shapes[rank])}, plans[rank], group=dist.group.WORLD)
+        assert caught.value.fqn == "w"
+        told.append(str(caught.value))
+    alone = dist.new_group([0])
+    if rank == 1:
+        with pytest.raises(errors.ShardingError, match="expected group, on its ranks only"):
+            shard_state({"w": torch.zeros(2)}, {"*": 0}, group=alone)
+    return told
+
+
+def test_what_ranks_hold_that_does_not_fit_each_other_is_told_to_all(root: str) -> None:
+    first, second = run_ranks(2, _refused_on_two, root)
+    assert first == second
+    assert [info.name for info in dcp_s3.list_checkpoints(root) if info.committed] == ["an empty one"]
