@@ -7,27 +7,29 @@ request, and once with the fault from that request on. DCP_S3_TEST_FAULTS says h
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import boto3
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
-from dcp_s3 import S3StorageReader, S3StorageWriter, errors, latest, pin, prune
+from dcp_s3 import S3StorageWriter, errors, latest, pin, prune
 from dcp_s3.format.layout import lease_object
 from dcp_s3.s3 import retry
+from dcp_s3.s3.store import S3Store
+from dcp_s3.settings import Settings
 from dcp_s3.spill.drain import Drainer
 from dcp_s3.spill.store import SpillStore
+from tests.end_to_end import loads
 from tests.end_to_end.states import assert_same, blank, random_tensor
-from tests.faulty import BUCKET, FaultyServer, close_clients, serve
+from tests.faulty import BUCKET, FaultyServer, serve
 from tests.memory_s3 import Fault
 from tests.retention.runs import DAY, Clock
 
@@ -105,56 +107,49 @@ class At:
         return None
 
 
-@dataclass
 class World:
     """A server, and what is on it and in a spill directory before each run."""
 
-    server: FaultyServer
-    clock: Clock
-    spill_dir: Path
-    objects: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def _bucket(self) -> Any:
-        return self.server.s3._store._buckets[BUCKET]
+    def __init__(self, server: FaultyServer, clock: Clock, spill_dir: Path) -> None:
+        self.server, self.clock, self.spill_dir = server, clock, spill_dir
+        self._bucket = server.s3._store._buckets[BUCKET]
+        self._aside = spill_dir.with_name("aside")
+        self._before: dict[str, Any] = {}
 
     def keep(self) -> None:
         """What is there now is there before each run."""
-        self.objects = dict(self._bucket.objects)
+        self._before = dict(self._bucket.objects)
         if self.spill_dir.exists():
             shutil.copytree(self.spill_dir, self._aside)
 
     def put_back(self) -> None:
         self.server.rule = lambda _: None
         with self.server.s3._store._lock:
-            self._bucket.objects = dict(self.objects)
-            self._bucket.uploads = {}
-            self._bucket._sorted = None
+            self._bucket.objects, self._bucket.uploads, self._bucket._sorted = dict(self._before), {}, None
         if self._aside.exists():
             shutil.rmtree(self.spill_dir)
             shutil.copytree(self._aside, self.spill_dir)
+        self.server.s3.reset_counters()
+
+    @property
+    def keys(self) -> set[str]:
+        return set(self._bucket.objects)
 
     def has(self, name: str) -> bool:
         return f"run/{name}/.metadata" in self._bucket.objects
 
-    def lacks(self, name: str) -> set[str]:
-        """Keys of a checkpoint that are not what they were."""
-        now = self._bucket.objects
-        there = {key: stored for key, stored in self.objects.items() if key.startswith(f"run/{name}/")}
-        return {key for key, stored in there.items() if now.get(key) is not stored}
-
-    @property
-    def _aside(self) -> Path:
-        return self.spill_dir.with_name("aside")
+    def lacks(self, name: str) -> bool:
+        """Whether an object of a checkpoint is not what it was."""
+        there = {key: stored for key, stored in self._before.items() if key.startswith(f"run/{name}/")}
+        return any(self._bucket.objects.get(key) is not stored for key, stored in there.items())
 
 
 @pytest.fixture
 def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
     monkeypatch.setattr(retry, "BACKOFF_BASE", 0.001)
     monkeypatch.setattr(retry, "BACKOFF_CAP", 0.002)
-    for name, value in {
-        "PART_SIZE": "5MiB", "CONCURRENCY": "1", "RETRY_ATTEMPTS": "3", "SPILL_AFTER": "5s",
-    }.items():  # fmt: skip
+    settings = {"PART_SIZE": "5MiB", "CONCURRENCY": "1", "RETRY_ATTEMPTS": "3", "SPILL_AFTER": "5s"}
+    for name, value in settings.items():
         monkeypatch.setenv(f"DCP_S3_{name}", value)
     monkeypatch.setattr("dcp_s3.save.writer.OBJECTS_PER_RANK", 1)
     monkeypatch.setattr("dcp_s3.spill.saving.drain_in_background", lambda *_, **__: None)  # the test drains
@@ -163,7 +158,6 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
     with serve(monkeypatch, FaultyServer(clock=clock)) as server:
         yield World(server, clock, tmp_path / "spill")
     logging.disable(logging.NOTSET)
-    close_clients()
 
 
 def state_of(seed: int, *, large: bool = False) -> dict[str, Any]:
@@ -176,16 +170,19 @@ def save(url: str, state: Any, **arguments: Any) -> None:
 
 
 def load(url: str, expected: Any) -> None:
-    found = blank(expected)
-    dcp.load(found, storage_reader=S3StorageReader(url), no_dist=True)
-    assert_same(found, expected)
+    assert_same(loads.load(blank(expected), url), expected)
 
 
-def load_one_of(url: str, new: Any, old: Any) -> None:
+def check_new_or_old(world: World, done: bool, new: Any, old: Any) -> None:
+    """``old`` is what was there before, if anything was."""
+    if old is None and not done and not world.has("step-1"):
+        return
     try:
-        load(url, new)
+        load(URL, new)
     except (AssertionError, CheckpointException):
-        load(url, old)
+        if done or old is None:
+            raise
+        load(URL, old)
 
 
 def attempt(act: Callable[[], None]) -> bool:
@@ -206,60 +203,38 @@ def meet_every_fault(world: World, act: Callable[[], None], check: Callable[[boo
     """Run ``act`` once for each request and fault; ``check`` is told whether it succeeded, and S3 answers again."""
     world.keep()
     world.put_back()
-    world.server.s3.reset_counters()
     act()
     requests = len(world.server.s3.request_log)
     check(True)
     assert requests
-    names = list(FORGED)
-    turn = 0
     failures: list[str] = []
-    for number in range(1, requests + 1):
-        for lasting in (False, True):
-            for _ in range(min(FAULTS, len(names))):
-                name = names[turn % len(names)]
-                turn += 1
-                world.put_back()
-                world.server.s3.reset_counters()
-                rule = world.server.rule = At(number, FORGED[name], lasting=lasting)
-                done = None
-                try:
-                    done = attempt(act)
-                    world.server.rule = lambda _: None
-                    check(done)
-                except (Exception, CheckpointException) as error:  # noqa: BLE001 - all are reported together
-                    outcome = {True: "it succeeded", False: "it failed", None: "it broke"}[done]
-                    when = f"request {number} of {requests}{' and all after it' * lasting}"
-                    failures.append(f"{when}: {name} ({', '.join(rule.met[:3])}); {outcome}: {error!r:.1000}")
-                    print(failures[-1])
-    assert not failures, "\n".join([f"{len(failures)} of {turn}", *failures[:50]])
+    moments = itertools.product(range(1, requests + 1), (False, True), range(min(FAULTS, len(FORGED))))
+    for (number, lasting, _), name in zip(moments, itertools.cycle(FORGED), strict=False):
+        world.put_back()
+        rule = world.server.rule = At(number, FORGED[name], lasting=lasting)
+        done = None
+        try:
+            done = attempt(act)
+            world.server.rule = lambda _: None
+            check(done)
+        except (Exception, CheckpointException) as error:  # noqa: BLE001 - all are reported together
+            outcome = {True: "it succeeded", False: "it failed", None: "it broke"}[done]
+            when = f"request {number} of {requests}{' and all after it' * lasting}"
+            failures.append(f"{when}: {name} ({', '.join(rule.met[:3])}); {outcome}: {error!r:.1000}")
+            print(failures[-1])
+    assert not failures, "\n".join([f"{len(failures)} failed", *failures[:50]])
 
 
-@pytest.mark.quick("one part")
+@pytest.mark.quick("save-one part", "overwrite-several parts")
 @pytest.mark.parametrize("large", [False, True], ids=["one part", "several parts"])
-def test_a_save(world: World, large: bool) -> None:
-    new = state_of(2, large=large)
-
-    def check(done: bool) -> None:
-        if done or world.has("step-1"):
-            load(URL, new)
-
-    meet_every_fault(world, lambda: save(URL, new), check)
-
-
-@pytest.mark.quick("several parts")
-@pytest.mark.parametrize("large", [False, True], ids=["one part", "several parts"])
-def test_an_overwrite(world: World, large: bool) -> None:
-    old, new = state_of(1), state_of(2, large=large)
-    save(URL, old)
-
-    def check(done: bool) -> None:
-        if done:
-            load(URL, new)
-        else:
-            load_one_of(URL, new, old)
-
-    meet_every_fault(world, lambda: save(URL, new, overwrite=True), check)
+@pytest.mark.parametrize("overwrite", [False, True], ids=["save", "overwrite"])
+def test_a_save(world: World, overwrite: bool, large: bool) -> None:
+    old, new = state_of(1) if overwrite else None, state_of(2, large=large)
+    if overwrite:
+        save(URL, old)
+    meet_every_fault(
+        world, lambda: save(URL, new, overwrite=overwrite), lambda done: check_new_or_old(world, done, new, old)
+    )
 
 
 def test_a_save_where_a_checkpoint_is(world: World) -> None:
@@ -287,49 +262,45 @@ def test_a_load(world: World) -> None:
 @pytest.mark.soak
 def test_a_prune(world: World) -> None:
     """Of step 1, and of what a save left; 2 is pinned, 3 is being read, 4 is the newest."""
-    states = {step: state_of(step) for step in (1, 2, 3, 4)}
-    for step, state in states.items():
-        save(f"{ROOT}/step-{step}", state)
-    save(f"{ROOT}/step-0", state_of(0))
+    for step in (1, 2, 3, 4, 0):
+        save(f"{ROOT}/step-{step}", state_of(step))
     pin(f"{ROOT}/step-2")
     world.clock.now += 2 * DAY
-    client = boto3.Session().client("s3", endpoint_url=world.server.s3.endpoint_url)
-    client.delete_object(Bucket=BUCKET, Key="run/step-0/.metadata")
-    client.put_object(Bucket=BUCKET, Key=f"run/step-3/{lease_object('ab' * 16, 3600)}", Body=b"{}")
-    client.close()
-    kept = {key for key in world.server.s3.objects(BUCKET) if not key.startswith(("run/step-0/", "run/step-1/"))}
+    store = S3Store(BUCKET, Settings())
+    store.delete(["run/step-0/.metadata"])
+    store.put(f"run/step-3/{lease_object('ab' * 16, 3600)}", b"{}")
+    kept = {key for key in world.keys if not key.startswith(("run/step-0/", "run/step-1/"))}
 
     def act() -> None:
         report = prune(ROOT, "latest:1", grace="1h")
         if report.ok:
-            gone = {each.name for each in report.deleted}
-            left = set(world.server.s3.objects(BUCKET))
-            assert not {key for key in left for name in gone if key.startswith(f"run/{name}/")}
+            gone = tuple(f"run/{each.name}/" for each in report.deleted)
+            assert not any(key.startswith(gone) for key in world.keys)
         else:
             assert report.failures
 
     seen: set[frozenset[str]] = set()
 
     def check(_: bool) -> None:
-        for step in states:
+        for step in (1, 2, 3, 4):
             assert not world.lacks(f"step-{step}") or (step == 1 and not world.has("step-1"))
-        now = frozenset(world.server.s3.objects(BUCKET))
+        now = frozenset(world.keys)
         if now not in seen:  # otherwise it looks the same to whoever comes next
             seen.add(now)
             found = latest(ROOT)
             assert found is not None
-            load(found.url, states[4])
+            load(found.url, state_of(4))
 
     meet_every_fault(world, act, check)
     world.put_back()
     assert prune(ROOT, "latest:1", grace="1h").ok
-    assert {key for key in world.server.s3.objects(BUCKET) if "deletion" not in key} == kept
+    assert {key for key in world.keys if "deletion" not in key} == kept
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("overwrite", [True, False], ids=["an overwrite", "a save"])
-def test_a_drain(world: World, monkeypatch: pytest.MonkeyPatch, overwrite: bool) -> None:
-    old, new = state_of(1), state_of(2)
+def test_a_drain(world: World, overwrite: bool) -> None:
+    old, new = state_of(1) if overwrite else None, state_of(2)
     if overwrite:
         save(URL, old)
     settings = {"durability": "local", "spill_dir": str(world.spill_dir)}
@@ -346,14 +317,9 @@ def test_a_drain(world: World, monkeypatch: pytest.MonkeyPatch, overwrite: bool)
             raise errors.TransferError("it waits")
 
     def check(done: bool) -> None:
-        if done:
+        check_new_or_old(world, done, new, old)
+        if not done:
+            drain()
             load(URL, new)
-            return
-        if overwrite:
-            load_one_of(URL, new, old)
-        elif world.has("step-1"):
-            load(URL, new)
-        drain()
-        load(URL, new)
 
     meet_every_fault(world, act, check)
