@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
-import itertools
 import logging
 import os
 import random
@@ -89,16 +88,16 @@ def test_no_reader_and_no_save_ever_fails(faulty: FaultyServer, monkeypatch: pyt
     faulty.rule = dawdle
     done: Counter[str] = Counter()
     failures: list[BaseException] = []
-    newest = [1]
+    newest = 1
 
     def read() -> None:
-        before = newest[0]
+        before = newest
         assert restore(done) >= before, "an older one, although a newer was there before it began"
 
-    def write(numbers: Iterator[int]) -> None:
-        number = next(numbers)
-        save(number)
-        newest[0] = number
+    def write() -> None:
+        nonlocal newest
+        save(newest + 1)
+        newest += 1
 
     def delete() -> None:
         report = prune(ROOT, "latest:2", grace="1h")
@@ -115,11 +114,8 @@ def test_no_reader_and_no_save_ever_fails(faulty: FaultyServer, monkeypatch: pyt
         except BaseException as error:  # noqa: BLE001 - CheckpointException is no Exception
             failures.append(error)
 
-    numbers = itertools.count(2)
-    threads = [
-        threading.Thread(target=loop, args=arguments)
-        for arguments in (("saves", lambda: write(numbers)), ("restores", read), ("restores", read), ("prunes", delete))
-    ]
+    work = (("saves", write), ("restores", read), ("restores", read), ("prunes", delete))
+    threads = [threading.Thread(target=loop, args=arguments) for arguments in work]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -131,7 +127,7 @@ def test_no_reader_and_no_save_ever_fails(faulty: FaultyServer, monkeypatch: pyt
     assert min(done["saves"], done["restores"], done["prunes"], done["deleted"]) > 0
     prune(ROOT, "latest:2", grace="1h")
     infos = CheckpointCatalog(ROOT).scan().checkpoints
-    assert [info.step for info in infos] == [newest[0] - 1, newest[0]]
+    assert [info.step for info in infos] == [newest - 1, newest]
     assert [info.damage for info in infos] == [None, None]
     assert {key.split("/")[1] for key in faulty.s3.objects(BUCKET)} == {info.name for info in infos}
 
@@ -154,14 +150,11 @@ class Process:
         gc.collect()
         ctypes.CDLL(None).malloc_trim(0)
         self.threads = Counter(thread.name.rstrip("0123456789-_") for thread in threading.enumerate())
-        self.files = Counter(_kind(entry) for entry in Path("/proc/self/fd").iterdir())
+        self.files: Counter[str] = Counter()
+        for entry in Path("/proc/self/fd").iterdir():
+            with contextlib.suppress(FileNotFoundError):  # the directory's own
+                self.files[os.readlink(entry).partition(":")[0]] += 1
         self.memory = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
-def _kind(entry: Path) -> str:
-    with contextlib.suppress(FileNotFoundError):  # the directory's own
-        return os.readlink(entry).partition(":")[0]
-    return ""
 
 
 @pytest.fixture
@@ -180,55 +173,38 @@ def make_state(seed: int) -> dict[str, Any]:
     return {"weights": torch.rand(STATE_BYTES // 4, generator=generator), "step": seed}
 
 
-class Loop:
-    """Saves that replace each other, and loads; each in a way of its own."""
+def save_and_load(server: FaultyServer, number: int, stager: S3Stager) -> None:
+    """A save that replaces the one before in one of six ways, and loads."""
+    kind = ("sync", "async", "async with a stager", "refused by S3", "async, refused by S3", "exists")[number % 6]
+    writer = S3StorageWriter(f"{ROOT}/step", overwrite=kind != "exists")
+    state, fails = make_state(number), "refused" in kind or kind == "exists"
+    if "refused" in kind:
+        operation = ("PutObject", "GetObject")[number // 6 % 2]
+        fault = (Fault.error(503, "SlowDown"), Fault.reset(), Fault.reset_request(MIB))[number // 12 % 3]
+        server.rule = lambda request: fault if request.operation == operation else None
+    with pytest.raises(CheckpointException) if fails else contextlib.nullcontext():
+        if "async" in kind:
+            options = {"async_stager": stager} if "stager" in kind else {}
+            future: Any = dcp.async_save(state, storage_writer=writer, **options)
+            future.result()
+        else:
+            dcp.save(state, storage_writer=writer)
+    if number % 6 == 3:
+        server.rule = lambda request: Fault.reset() if request.key.endswith(".distcp") else None
+        load_in_vain("step", make_state(0))
+        load_in_vain("nothing", make_state(0))
+        load_in_vain("step", {"weights": torch.zeros(3)})
+    server.rule = lambda _: None
+    target = make_state(-1)
+    dcp.load(target, storage_reader=S3StorageReader(f"{ROOT}/step"))
+    assert fails or torch.equal(target["weights"], state["weights"])
+    assert latest(ROOT) is not None
+    server.s3.reset_counters()  # its log of requests grows
 
-    def __init__(self, server: FaultyServer) -> None:
-        self.done: Counter[str] = Counter()
-        self._server = server
-        self._rng = random.Random(0)
 
-    def run(self, count: int, stager: S3Stager) -> None:
-        for number in range(count):
-            self._server.rule = lambda _: None
-            self._step(number, stager)
-            self._server.s3.reset_counters()  # its log of requests grows
-
-    def _step(self, number: int, stager: S3Stager) -> None:
-        kind = ("sync", "async", "async with a stager", "refused by S3", "async, refused by S3", "exists")[number % 6]
-        writer = S3StorageWriter(f"{ROOT}/step", overwrite=kind != "exists")
-        state = make_state(number)
-        if "refused" in kind:
-            operation = self._rng.choice(["PutObject", "GetObject"])
-            fault = self._rng.choice([Fault.error(503, "SlowDown"), Fault.reset(), Fault.reset_request(MIB)])
-            self._server.rule = lambda request: fault if request.operation == operation else None
-        with pytest.raises(CheckpointException) if "refused" in kind or kind == "exists" else contextlib.nullcontext():
-            if "async" in kind:
-                options = {"async_stager": stager} if "stager" in kind else {}
-                future: Any = dcp.async_save(state, storage_writer=writer, **options)
-                future.result()
-            else:
-                dcp.save(state, storage_writer=writer)
-        self.done[kind] += 1
-        if number % 6 == 3:
-            self._load_in_vain()
-        self._server.rule = lambda _: None
-        target = make_state(-1)
-        dcp.load(target, storage_reader=S3StorageReader(f"{ROOT}/step"))
-        if "refused" not in kind and kind != "exists":
-            assert torch.equal(target["weights"], state["weights"])
-        assert latest(ROOT) is not None
-
-    def _load_in_vain(self) -> None:
-        self._server.rule = lambda request: Fault.reset() if request.key.endswith(".distcp") else None
-        for url, target in (
-            (f"{ROOT}/step", make_state(0)),
-            (f"{ROOT}/nothing", make_state(0)),
-            (f"{ROOT}/step", {"weights": torch.zeros(3)}),
-        ):
-            with pytest.raises(CheckpointException):
-                dcp.load(target, storage_reader=S3StorageReader(url))
-        self.done["load in vain"] += 1
+def load_in_vain(name: str, target: dict[str, Any]) -> None:
+    with pytest.raises(CheckpointException):
+        dcp.load(target, storage_reader=S3StorageReader(f"{ROOT}/{name}"))
 
 
 @pytest.mark.soak
@@ -236,13 +212,13 @@ class Loop:
 @pytest.mark.timeout(300 + LOOPS)
 @pytest.mark.usefixtures("small")
 def test_nothing_is_left_of_saves_and_loads(faulty: FaultyServer) -> None:
-    loop = Loop(faulty)
     with S3Stager() as stager:
-        loop.run(WARM_UP, stager)
+        for number in range(WARM_UP):
+            save_and_load(faulty, number, stager)
         before = Process()
-        loop.run(LOOPS, stager)
+        for number in range(LOOPS):
+            save_and_load(faulty, number, stager)
         after = Process()
-    assert len(loop.done) == 7
     assert after.threads == before.threads
     # Connections that broke were made anew; no more are kept than are used at once.
     for kind in before.files | after.files:
