@@ -11,7 +11,8 @@ import contextlib
 import os
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -55,75 +56,51 @@ def without_dcp_s3() -> Iterator[None]:
         yield
 
 
-def make_reader(client: str, place: str) -> StorageReader:
+def _storage(client: str) -> tuple[Callable[..., StorageReader], Callable[..., StorageWriter]]:
+    """How it makes a reader, and a writer, of a place."""
     if client == "filesystem":
-        return dcp.FileSystemReader(place)
+        return dcp.FileSystemReader, partial(dcp.FileSystemWriter, sync_files=False)
     if client == "fsspec":
-        from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
+        from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
 
-        return FsspecReader(place, **_s3fs_options())
-    from s3torchconnector.dcp import S3StorageReader
-
-    return S3StorageReader(os.environ["AWS_DEFAULT_REGION"], place, s3client_config=_connector_config())
-
-
-def make_writer(client: str, place: str, **options: Any) -> StorageWriter:
-    if client == "filesystem":
-        return dcp.FileSystemWriter(place, sync_files=False, **options)
-    if client == "fsspec":
-        from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
-
-        return FsspecWriter(place, sync_files=False, **options, **_s3fs_options())
-    from s3torchconnector.dcp import S3StorageWriter
-
-    region = os.environ["AWS_DEFAULT_REGION"]
-    return S3StorageWriter(region, place, s3client_config=_connector_config(), **options)
-
-
-def _s3fs_options() -> dict[str, Any]:
-    # As for the tests' own boto3 client: rclone answers a range with the whole object's checksum.
-    return {
-        "endpoint_url": os.environ["AWS_ENDPOINT_URL"],
-        "config_kwargs": {"response_checksum_validation": "when_required"},
-        "skip_instance_cache": True,
-    }
-
-
-def _connector_config() -> Any:
+        options: dict[str, Any] = {
+            "endpoint_url": os.environ["AWS_ENDPOINT_URL"],
+            # As for the tests' own boto3 client: rclone answers a range with the whole object's checksum.
+            "config_kwargs": {"response_checksum_validation": "when_required"},
+            "skip_instance_cache": True,
+        }
+        return partial(FsspecReader, **options), partial(FsspecWriter, sync_files=False, **options)
     from s3torchconnector import S3ClientConfig
+    from s3torchconnector.dcp import S3StorageReader, S3StorageWriter
 
-    return S3ClientConfig(force_path_style=True)
+    region, config = os.environ["AWS_DEFAULT_REGION"], S3ClientConfig(force_path_style=True)
+    reader, writer = (partial(each, region, s3client_config=config) for each in (S3StorageReader, S3StorageWriter))
+    return reader, writer
 
 
 def read(client: str, place: str) -> None:
     with without_dcp_s3():
         found = blank(interchange_state())
-        dcp.load(found, storage_reader=make_reader(client, place))
+        dcp.load(found, storage_reader=_storage(client)[0](place))
         assert_same_interchange_state(found)
 
 
 def write(client: str, place: str, options: dict[str, Any]) -> None:
     with without_dcp_s3():
-        dcp.save(interchange_state(), storage_writer=make_writer(client, place, **options))
+        dcp.save(interchange_state(), storage_writer=_storage(client)[1](place, **options))
 
 
-def read_tensors_from_directory(directory: str, shapes: dict[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:
+def read_directories(directories: list[str]) -> list[dict[str, Any]]:
+    """All that is in each of them, by torch's reader."""
     with without_dcp_s3():
-        state = {name: torch.zeros(shape) for name, shape in shapes.items()}
-        dcp.load(state, storage_reader=dcp.FileSystemReader(directory))
-        return state
-
-
-def convert_directories(directories: list[str], file: str) -> None:
-    with without_dcp_s3():
-        torch.save([_read_directory(directory) for directory in directories], file)
+        return [_read_directory(directory) for directory in directories]
 
 
 def _read_directory(directory: str) -> dict[str, Any]:
     reader = dcp.FileSystemReader(directory)
-    state: dict[str, Any] = dict.fromkeys(reader.read_metadata().state_dict_metadata)
-    for name, entry in reader.read_metadata().state_dict_metadata.items():
-        if isinstance(entry, TensorStorageMetadata):
-            state[name] = torch.zeros(entry.size, dtype=entry.properties.dtype)
+    state: dict[str, Any] = dict(reader.read_metadata().state_dict_metadata)
+    for name, entry in state.items():
+        is_tensor = isinstance(entry, TensorStorageMetadata)
+        state[name] = torch.zeros(entry.size, dtype=entry.properties.dtype) if is_tensor else None
     dcp.load(state, storage_reader=reader)
     return state

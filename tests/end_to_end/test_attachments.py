@@ -40,18 +40,6 @@ def _keys(server: FaultyServer) -> set[str]:
     return set(server.s3.objects(BUCKET))
 
 
-def _put(key: str, data: bytes) -> None:
-    S3Store(BUCKET, Settings()).put(key, data)
-
-
-def _manifest(server: FaultyServer) -> tuple[str, dict[str, Any], dict[str, Any]]:
-    """Its key, its fields, and those of the attachment in it."""
-    [key] = [key for key in _keys(server) if "manifest" in key]
-    fields = json.loads(server.s3.read(BUCKET, key))
-    [entry] = [each for each in fields["objects"] if "attachment" in each]
-    return key, fields, entry
-
-
 def test_an_attachment_is_read_back(root: str) -> None:
     with pytest.raises(errors.CheckpointNotFoundError):
         S3StorageReader(root).attachment("common.pt")
@@ -65,6 +53,8 @@ def test_an_attachment_is_read_back(root: str) -> None:
     assert {name: reader.attachment(name) for name in files} == files
     with pytest.raises(errors.EntryNotFoundError, match=r"no attachment 'common\.pth': it has common\.pt"):
         reader.attachment("common.pth")
+    dcp.save(STATE, storage_writer=writer, checkpoint_id=f"{root}-2")
+    assert S3StorageReader(f"{root}-2").attachments() == [], "each belongs to one save"
 
 
 def test_an_overwrite_keeps_the_old_until_its_commit(faulty: FaultyServer) -> None:
@@ -81,41 +71,25 @@ def test_an_overwrite_keeps_the_old_until_its_commit(faulty: FaultyServer) -> No
     assert verify(URL, full=True).ok
 
 
-def test_each_belongs_to_one_save(faulty: FaultyServer) -> None:
-    def save(step: int) -> list[bytes]:
-        dcp.save(STATE, storage_writer=writer, checkpoint_id=f"s3://{BUCKET}/{step}")
-        reader = S3StorageReader(f"s3://{BUCKET}/{step}")
-        return [reader.attachment(name) for name in reader.attachments()]
-
-    writer = S3StorageWriter()
-    writer.attach("a", b"1")
-    assert [save(step) for step in (1, 2)] == [[b"1"], []]
-
-
-@pytest.mark.parametrize("path", ["../x", "/etc/x", ".metadata", "x", "a/__0_0-ab.distcp"])
-def test_a_manifest_that_leads_elsewhere_is_not_read(faulty: FaultyServer, path: str) -> None:
-    _save(common=b"1")
-    key, fields, entry = _manifest(faulty)
-    entry["path"] = path
-    _put(key, json.dumps(fields).encode())
-    with pytest.raises(errors.CorruptCheckpointError, match="cannot be read"):
-        _read()
-
-
-def test_damage_is_found(faulty: FaultyServer) -> None:
+def test_damage_and_a_manifest_that_leads_elsewhere_are_found(faulty: FaultyServer) -> None:
     _save(common=b"common")
-    _, _, entry = _manifest(faulty)
-    assert (entry["attachment"], entry["size"], len(entry["crc64nvme"])) == ("common.pt", 6, 16)
     assert verify(URL, full=True).ok
-    [key] = [key for key, size in faulty.s3.objects(BUCKET).items() if key.endswith(".distcp") and size == 6]
-    _put(key, b"c0mmon")
-    with pytest.raises(errors.CorruptCheckpointError, match=r"common\.pt.*is damaged"):
-        _read()
-    assert not verify(URL, full=True).ok
-    S3Store(BUCKET, Settings()).delete([key])
-    with pytest.raises(errors.CorruptCheckpointError, match=r"common\.pt.*is gone"):
-        _read()
-    assert not verify(URL).ok
+    store, [manifest] = S3Store(BUCKET, Settings()), [key for key in _keys(faulty) if "manifest" in key]
+    data = faulty.s3.read(BUCKET, manifest)
+    fields = json.loads(data)
+    [entry] = [each for each in fields["objects"] if "attachment" in each]
+    assert (entry["attachment"], entry["size"], len(entry["crc64nvme"])) == ("common.pt", 6, 16)
+    key = f"run/step-1/{entry['path']}"
+    for entry["path"] in ("../x", "/etc/x", ".metadata", "x", "a/__0_0-ab.distcp"):
+        store.put(manifest, json.dumps(fields).encode())
+        with pytest.raises(errors.CorruptCheckpointError, match="cannot be read"):
+            _read()
+    store.put(manifest, data)
+    for change, what in ((lambda: store.put(key, b"c0mmon"), "damaged"), (lambda: store.delete([key]), "gone")):
+        change()
+        with pytest.raises(errors.CorruptCheckpointError, match=rf"common\.pt.*is {what}"):
+            _read()
+        assert not verify(URL, full=what == "damaged").ok
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -13,8 +13,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint._extension import ExtensionRegistry, StreamTransformExtension
 
 from dcp_s3 import S3StorageReader, S3StorageWriter, errors
-from tests.end_to_end import foreign
-from tests.end_to_end.loads import failure
+from tests.end_to_end import foreign, loads
 from tests.end_to_end.states import assert_same, blank, random_tensor
 from tests.load.test_foreign_items import Boxes
 from tests.ranks import run_ranks
@@ -35,8 +34,7 @@ def save(url: str, *, max_objects: int = 3, **settings: Any) -> None:
 
 
 def check_load(url: str) -> None:
-    found = blank(foreign.interchange_state())
-    dcp.load(found, storage_reader=S3StorageReader(url, settings=SETTINGS))
+    found = loads.load(blank(foreign.interchange_state()), url, settings=SETTINGS)
     foreign.assert_same_interchange_state(found)
 
 
@@ -63,16 +61,8 @@ def test_torch_reads_a_downloaded_checkpoint(server: S3Server, s3: Any, bucket: 
     run_foreign(server, foreign.read, "filesystem", str(directory))
 
 
-@pytest.mark.parametrize(
-    ("client", "settings"),
-    [
-        ("fsspec", {}),
-        ("s3torchconnector", {}),
-        ("fsspec", {"checksum": "none"}),
-        ("s3torchconnector", {"checksum": "none", "max_objects": 1}),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("settings", [{}, {"checksum": "none", "max_objects": 1}], ids=str)
+@pytest.mark.parametrize("client", ["fsspec", "s3torchconnector"])
 def test_other_s3_clients_read_a_checkpoint_in_place(
     server: S3Server, root: str, client: str, settings: dict[str, Any]
 ) -> None:
@@ -139,51 +129,23 @@ class _XorWriter(io.BytesIO):
         super().close()
 
 
-def registry() -> ExtensionRegistry:
-    found = ExtensionRegistry()
-    found.register(Xor)
-    return found
-
-
-def make_state() -> dict[str, Any]:
-    return {"x": random_tensor((60, 80), torch.float32), "zeros": torch.zeros(10, 5), "n": "text"}
-
-
-def load_through(state: Any, url: str, extension_registry: ExtensionRegistry | None) -> Any:
-    dcp.load(state, storage_reader=S3StorageReader(url, _extension_registry=extension_registry))
-    return state
-
-
-@pytest.fixture
-def save_through(s3: Any, bucket: str, root: str, tmp_path: Path) -> Callable[..., str]:
-    def save(state: Any, extensions: Sequence[StreamTransformExtension]) -> str:
-        writer = dcp.FileSystemWriter(tmp_path / "torch", sync_files=False, _extensions=extensions)
-        dcp.save(state, storage_writer=writer)
-        upload(s3, bucket, "run/torch", tmp_path / "torch")
-        return f"{root}/torch"
-
-    return save
-
-
 @pytest.mark.servers("memory")
 @pytest.mark.parametrize("extensions", [[Xor()], [Xor(1), Xor(2)]], ids=["one", "two"])
-def test_what_torch_wrote_through_extensions_is_read(
-    save_through: Callable[..., str], extensions: Sequence[StreamTransformExtension]
+def test_what_torch_wrote_through_extensions_is_read_and_an_unknown_one_is_named(
+    s3: Any, bucket: str, root: str, tmp_path: Path, extensions: Sequence[StreamTransformExtension]
 ) -> None:
-    state = make_state()
-    url = save_through(state, extensions)
-    assert_same(load_through(blank(state), url, registry()), state)
+    state = {"x": random_tensor((60, 80), torch.float32), "zeros": torch.zeros(10, 5), "n": "text"}
+    dcp.save(state, storage_writer=dcp.FileSystemWriter(tmp_path, sync_files=False, _extensions=extensions))
+    upload(s3, bucket, "run", tmp_path)
+    registry = ExtensionRegistry()
+    registry.register(Xor)
+    loads.assert_loads(root, state, _extension_registry=registry)
     # A box has to be cut from the whole decoded tensor: raw offsets mean nothing here.
-    part, reader = {"x": torch.zeros(6, 3)}, S3StorageReader(url, _extension_registry=registry())
+    part, reader = {"x": torch.zeros(6, 3)}, S3StorageReader(root, _extension_registry=registry)
     dcp.load(part, storage_reader=reader, planner=Boxes({"x": (3, 5)}))
     assert_same(part["x"], state["x"][3:9, 5:8])
-
-
-@pytest.mark.servers("memory")
-def test_an_unknown_extension_is_named_and_nothing_loaded(save_through: Callable[..., str]) -> None:
-    url = save_through({"x": torch.ones(30)}, [Xor()])
-    target = {"x": torch.zeros(30)}
-    error = failure(lambda: load_through(target, url, None), errors.DcpS3Error)
-    for part in ("'x'", url, "dcp_s3.tests.xor", "_extension_registry"):
-        assert part in str(error)
+    target = {"x": torch.zeros(60, 80)}
+    error = loads.failure(lambda: loads.load(target, root), errors.DcpS3Error)
+    for named in ("'x'", root, "dcp_s3.tests.xor", "_extension_registry"):
+        assert named in str(error)
     assert not target["x"].any()

@@ -19,6 +19,9 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed._shard import sharded_tensor
+from torch.distributed._shard.metadata import ShardMetadata
+from torch.distributed._shard.sharding_spec import ChunkShardingSpec
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
@@ -32,7 +35,7 @@ from dcp_s3 import CheckpointManager, S3StorageReader, S3StorageWriter, read_ten
 from dcp_s3.format.metadata import load_metadata
 from tests.collectives import counted
 from tests.end_to_end import foreign
-from tests.end_to_end.states import assert_same, bits, every_kind, sharded_tensors
+from tests.end_to_end.states import assert_same, bits, every_kind
 from tests.end_to_end.test_interchange import download, run_foreign
 from tests.ranks import run_ranks
 from tests.servers import S3Server
@@ -77,27 +80,25 @@ class Job:
     """A model and its optimizer on a mesh, whose ranks alone have a state; or one on each rank ``alone``."""
 
     def __init__(self, mesh: Mesh, alone: bool = False) -> None:
-        self.mesh = mesh
         self.group = None if alone else dist.new_group(list(range(mesh.ranks)))
         self.inside = alone or dist.get_rank() < mesh.ranks
-        if alone:
-            self.model = _Uneven()
-            self.optimizer = torch.optim.AdamW(self.model.parameters())
-            return
-        names = ("fsdp", "tp") if mesh.kind == "tp" else ("replicate", "shard")
-        devices = DeviceMesh("cpu", torch.arange(mesh.ranks).view(mesh.shape), mesh_dim_names=names)
         self.model = _Uneven()
-        if not self.inside:
-            return
-        if mesh.kind == "tp":
-            split = {"first": ColwiseParallel(), "second": RowwiseParallel(), "last": ColwiseParallel()}
-            parallelize_module(self.model, devices["tp"], split)
-        if mesh.kind != "plain":
-            over = devices if mesh.kind == "hsdp" else devices["fsdp" if mesh.kind == "tp" else "shard"]
-            for layer in (self.model.first, self.model.second, self.model.last):
-                fully_shard(layer, mesh=over)
-            fully_shard(self.model, mesh=over)
+        if not alone:
+            names = ("fsdp", "tp") if mesh.kind == "tp" else ("replicate", "shard")
+            devices = DeviceMesh("cpu", torch.arange(mesh.ranks).view(mesh.shape), mesh_dim_names=names)
+            if self.inside:
+                self._place(mesh.kind, devices)
         self.optimizer = torch.optim.AdamW(self.model.parameters())
+
+    def _place(self, kind: str, devices: DeviceMesh) -> None:
+        model = self.model
+        if kind == "tp":
+            split = {"first": ColwiseParallel(), "second": RowwiseParallel(), "last": ColwiseParallel()}
+            parallelize_module(model, devices["tp"], split)
+        if kind != "plain":
+            over = devices if kind == "hsdp" else devices["fsdp" if kind == "tp" else "shard"]
+            for module in (model.first, model.second, model.last, model):
+                fully_shard(module, mesh=over)
 
     def state(self, flattened: bool) -> dict[str, Any]:
         options = StateDictOptions(flatten_optimizer_state_dict=flattened)
@@ -168,13 +169,9 @@ def _save_and_load(root: str, saving: Mesh) -> list[str]:
     same = []
     for flattened in FLATTENED:
         url = f"{root}/{saving}-{flattened}"
-        state = jobs[saving].state(flattened)
+        state, group = jobs[saving].state(flattened), jobs[saving].group
         fill(state)
-        dcp.save(
-            state,
-            storage_writer=S3StorageWriter(url, process_group=jobs[saving].group),
-            process_group=jobs[saving].group,
-        )
+        dcp.save(state, storage_writer=S3StorageWriter(url, process_group=group), process_group=group)
         for mesh, job in jobs.items():
             if job.inside:
                 state = job.state(flattened)
@@ -189,7 +186,6 @@ def _save_and_load(root: str, saving: Mesh) -> list[str]:
 @pytest.mark.quick("tp-1x4", "hsdp-2x2")
 @pytest.mark.parametrize("saving", SAVING, ids=str)
 def test_uneven_meshes_are_resharded_onto_each_other(root: str, saving: Mesh) -> None:
-    """What is saved without collectives is the same, see `test_merged`."""
     found = run_ranks(4, _save_and_load, root, saving)
     assert found == [[f"{mesh}-{flattened}" for flattened in FLATTENED for mesh in LOADING]] * 4
     for flattened in FLATTENED:
@@ -232,9 +228,7 @@ def make_state(mesh: Mesh) -> dict[str, Any]:
         state["weight"] = shard(own, global_shape=whole, offsets=(start, 0))
         state["norm"] = torch.zeros(7)
     elif mesh.kind == "sharded":
-        state["given"], state["by_spec"] = sharded_tensors(
-            lambda seed, *shape: full(("given", "by_spec")[seed], torch.empty(shape))
-        )
+        state["given"], state["by_spec"] = sharded_tensors()
     fill({name: each for name, each in state.items() if name not in ("given", "by_spec", "weight")})
     if mesh.kind == "kinds":
         torch.manual_seed(0)
@@ -242,9 +236,21 @@ def make_state(mesh: Mesh) -> dict[str, Any]:
     return state
 
 
+def sharded_tensors() -> tuple[Any, Any]:
+    """A ShardedTensor of given shards (3 + 5 rows), and one of a sharding spec (7 rows: 4 + 3)."""
+    start, rows = ((0, 3), (3, 5))[rank()]
+    own = full("given", torch.empty(8, 6))[start : start + rows].clone()
+    place = ShardMetadata([start, 0], [rows, 6], f"rank:{rank()}/cpu")
+    given = sharded_tensor.init_from_local_shards([sharded_tensor.Shard(own, place)], 8, 6)
+    by_spec = sharded_tensor.zeros(ChunkShardingSpec(0, ["rank:0/cpu", "rank:1/cpu"]), 7, 3)
+    for local in by_spec.local_shards():
+        first, count = local.metadata.shard_offsets[0], local.metadata.shard_sizes[0]
+        local.tensor.copy_(full("by_spec", torch.empty(7, 3))[first : first + count])
+    return given, by_spec
+
+
 def replicas_on(mesh: Mesh) -> Callable[[str], Sequence[int]] | None:
     places = mesh.shape[1]
-    everyone = range(mesh.ranks)
 
     def holders(fqn: str) -> Sequence[int]:
         if fqn.startswith(("of_rank_", "rng.")):
@@ -254,7 +260,7 @@ def replicas_on(mesh: Mesh) -> Callable[[str], Sequence[int]] | None:
             return range(first, first + places)
         if mesh.kind == "hand" and fqn == "weight":
             return range(rank() % places, mesh.ranks, places)
-        return everyone
+        return range(mesh.ranks)
 
     return holders if mesh.kind in ("stages", "hand") else None
 
@@ -308,8 +314,7 @@ def _check(server: S3Server, s3: Any, bucket: str, root: str, tmp_path: Path) ->
         report = verify(url, full=True)
         assert report.ok, report.problems
     directories = [str(download(s3, bucket, url.split("/", 3)[3], tmp_path / way)) for way, url in urls.items()]
-    run_foreign(server, foreign.convert_directories, directories, str(tmp_path / "all.pt"))
-    read = dict(zip(urls, torch.load(tmp_path / "all.pt", weights_only=False), strict=True))
+    read = dict(zip(urls, run_foreign(server, foreign.read_directories, directories), strict=True))
     for way, state in read.items():
         assert_same(state, read["together"], way)
     for name, value in read["together"].items():

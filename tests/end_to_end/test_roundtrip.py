@@ -7,26 +7,23 @@ from typing import Any
 import torch
 
 from tests.end_to_end import loads
-from tests.end_to_end.states import assert_same, blank, every_kind, random_tensor
+from tests.end_to_end.loads import assert_loads
+from tests.end_to_end.states import every_kind, random_tensor
 from tests.spread import spread_out
 
 SMALL = {"part_size": "5MiB", "concurrency": 3}
 
 
 def save(state: Any, url: str, **writer: Any) -> Any:
-    return loads.save(state, url, **{"settings": SMALL, **writer})
-
-
-def load(state: Any, url: str) -> Any:
-    return loads.load(state, url, settings=SMALL)
+    return loads.save(state, url, settings=SMALL, **writer)
 
 
 def test_every_kind(root: str) -> None:
     state = every_kind()
     save(state, root)
-    assert_same(load(blank(state), root), state)
+    assert_loads(root, state, settings=SMALL)
     save({}, f"{root}/empty")
-    assert load({}, f"{root}/empty") == {}
+    assert_loads(f"{root}/empty", {})
 
 
 def test_multipart_objects(root: str, s3: Any, bucket: str) -> None:
@@ -39,14 +36,14 @@ def test_multipart_objects(root: str, s3: Any, bucket: str) -> None:
     sizes = [o["Size"] for o in s3.list_objects_v2(Bucket=bucket)["Contents"] if o["Key"].endswith(".distcp")]
     assert len(sizes) == 1
     assert sizes[0] > 4 * 5 * 2**20
-    assert_same(load(blank(state), f"{root}/ü b+%"), state)
+    assert_loads(f"{root}/ü b+%", state, settings=SMALL)
 
 
 def test_what_earlier_versions_spread_over_directories_is_read(memory_server: Any, root: str, s3: Any) -> None:
     state = {**every_kind(), "large": random_tensor((4000, 1000), torch.float32)}
-    save(state, root, settings=SMALL)
+    save(state, root)
     spread_out(s3, root)
-    assert_same(load(blank(state), root), state)
+    assert_loads(root, state, settings=SMALL)
 
 
 def test_no_bytes_but_the_needed_ones_are_fetched_by_few_requests(memory_server: Any, root: str) -> None:
@@ -54,13 +51,13 @@ def test_no_bytes_but_the_needed_ones_are_fetched_by_few_requests(memory_server:
     state = {"a": random_tensor((1000, 1000), torch.float32), "b": random_tensor((1000, 1000), torch.float32, 1)}
     save(state, f"{root}/two")
     server.reset_counters()
-    load({"a": torch.zeros(1000, 1000)}, f"{root}/two")
+    loads.load({"a": torch.zeros(1000, 1000)}, f"{root}/two", settings=SMALL)
     assert server.counters.bytes_out < 4_000_000 + 30_000
 
     state = {f"layer.{i}": random_tensor((64,), torch.float32, i) for i in range(2000)}
     save(state, f"{root}/many")
     server.reset_counters()
-    assert_same(load(blank(state), f"{root}/many"), state)
+    assert_loads(f"{root}/many", state, settings=SMALL)
     assert server.counters.requests["GetObject"] <= 4
 
     server.reset_counters()
