@@ -27,10 +27,9 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 import dcp_s3
 from dcp_s3 import Fused, S3LoadPlanner, S3StorageReader, S3StorageWriter, errors, read_tensor, shard, shard_state
 from dcp_s3.load.planner import AnyBox as Box
-from tests.end_to_end.foreign import read_directories
 from tests.end_to_end.loads import failure, load, save
 from tests.end_to_end.states import blank, random_values
-from tests.end_to_end.test_interchange import download, run_foreign
+from tests.end_to_end.test_interchange import download, read_by_torch
 from tests.load.test_planner import grid
 from tests.ranks import run_ranks
 from tests.servers import S3Server
@@ -366,8 +365,7 @@ def test_any_number_of_ranks_loads_what_any_other_saved(
         assert dcp_s3.verify(url, full=True).ok
     part = slice(3, 20), slice(1, 4)
     assert torch.equal(read_tensor(f"{root}/tp2", "model.qkv.weight", part), full_state()["qkv.weight"][part])
-    directory = download(s3, bucket, "run/tp4", tmp_path)
-    [found] = run_foreign(memory_server, read_directories, [str(directory)])
+    [found] = read_by_torch(memory_server, download(s3, bucket, "run/tp4", tmp_path))
     assert_equal(found, {f"model.{name}": each for name, each in full_state().items()})
 
 

@@ -8,6 +8,7 @@ import dcp_s3.
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import sys
 import warnings
@@ -90,10 +91,12 @@ def write(client: str, place: str, options: dict[str, Any]) -> None:
         dcp.save(interchange_state(), storage_writer=_storage(client)[1](place, **options))
 
 
-def read_directories(directories: list[str]) -> list[dict[str, Any]]:
-    """All that is in each of them, by torch's reader."""
+def read_directories(directories: list[str]) -> bytes:
+    """All that is in each of them, by torch's reader, as torch.save writes it."""
     with without_dcp_s3():
-        return [_read_directory(directory) for directory in directories]
+        buffer = io.BytesIO()
+        torch.save([_read_directory(directory) for directory in directories], buffer)
+        return buffer.getvalue()
 
 
 def _read_directory(directory: str) -> dict[str, Any]:

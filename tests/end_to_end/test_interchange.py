@@ -28,6 +28,12 @@ def run_foreign(server: S3Server, fn: Any, *args: Any) -> Any:
     return run_ranks(1, fn, *args, env={"AWS_ENDPOINT_URL": server.endpoint_url}, forget="dcp_s3")[0]
 
 
+def read_by_torch(server: S3Server, *directories: Path) -> list[dict[str, Any]]:
+    """All that is in each of them."""
+    data = run_foreign(server, foreign.read_directories, list(map(str, directories)))
+    return torch.load(io.BytesIO(data), weights_only=False)  # type: ignore[no-any-return]
+
+
 def save(url: str, *, max_objects: int = 3, **settings: Any) -> None:
     writer = S3StorageWriter(url, max_objects=max_objects, settings={**SETTINGS, **settings})
     dcp.save(foreign.interchange_state(), storage_writer=writer)

@@ -34,9 +34,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from dcp_s3 import CheckpointManager, S3StorageReader, S3StorageWriter, read_tensors, shard, verify
 from dcp_s3.format.metadata import load_metadata
 from tests.collectives import counted
-from tests.end_to_end import foreign
 from tests.end_to_end.states import assert_same, bits, every_kind
-from tests.end_to_end.test_interchange import download, run_foreign
+from tests.end_to_end.test_interchange import download, read_by_torch
 from tests.ranks import run_ranks
 from tests.servers import S3Server
 
@@ -313,8 +312,8 @@ def _check(server: S3Server, s3: Any, bucket: str, root: str, tmp_path: Path) ->
         assert look(server, bucket, url) == reference, way
         report = verify(url, full=True)
         assert report.ok, report.problems
-    directories = [str(download(s3, bucket, url.split("/", 3)[3], tmp_path / way)) for way, url in urls.items()]
-    read = dict(zip(urls, run_foreign(server, foreign.read_directories, directories), strict=True))
+    directories = [download(s3, bucket, url.split("/", 3)[3], tmp_path / way) for way, url in urls.items()]
+    read = dict(zip(urls, read_by_torch(server, *directories), strict=True))
     for way, state in read.items():
         assert_same(state, read["together"], way)
     for name, value in read["together"].items():
