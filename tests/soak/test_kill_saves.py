@@ -1,8 +1,10 @@
-"""Ranks are killed in the middle of saves: the checkpoint is whole, or the one before it stays.
+"""Ranks are killed in the middle of saves: the checkpoint is whole, or the one before it stays. And a training gets
+SIGTERM, and SIGKILL when the grace period is over: the newest step is there, or nothing new.
 
-Real processes and SIGKILL. DCP_S3_TEST_KILLS says how many times for each test (10), DCP_S3_TEST_SEED the first seed
-(0). What was killed, and where, is a property of the test in pytest's JUnit XML (``-o junit_family=xunit1``). Where a
-machine is so busy that a process stands still for seconds, more ranks count as dead than were killed.
+Real processes and signals. DCP_S3_TEST_KILLS says how many times for each test (10), DCP_S3_TEST_SIGTERMS how many for
+the training (20), DCP_S3_TEST_SEED the first seed (0). What was killed, and where, is a property of the test in pytest's
+JUnit XML (``-o junit_family=xunit1``). Where a machine is so busy that a process stands still for seconds, more ranks
+count as dead than were killed.
 """
 
 from __future__ import annotations
@@ -25,14 +27,15 @@ import pytest
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader
 
-from dcp_s3 import S3StorageReader, S3StorageWriter, latest, list_checkpoints, verify
+from dcp_s3 import CheckpointManager, S3StorageReader, S3StorageWriter, latest, list_checkpoints, verify
 from dcp_s3.format.layout import manifest_object
 from dcp_s3.url import parse_url
 from tests import killing
 from tests.end_to_end.states import assert_same, blank
 from tests.faulty import BUCKET, FaultyServer, close_clients
 from tests.killing import AtRequest, Shooting, Shot, join_all, new_process, read_lines, running, wait_until
-from tests.soak.workers import ROOT, Job, make_whole_state, save_when_told
+from tests.memory_s3 import Fault
+from tests.soak.workers import ROOT, Job, Training, make_whole_state, save_when_told, train_for_ever
 
 pytestmark = [
     pytest.mark.counted,
@@ -41,6 +44,7 @@ pytestmark = [
 ]
 
 KILLS = int(os.environ.get("DCP_S3_TEST_KILLS", "10"))
+SIGTERMS = int(os.environ.get("DCP_S3_TEST_SIGTERMS", "20"))
 FIRST_SEED = int(os.environ.get("DCP_S3_TEST_SEED", "0"))
 SEEDS = pytest.mark.parametrize("seed", range(FIRST_SEED, FIRST_SEED + KILLS))
 _SETTINGS = {"DCP_S3_PART_SIZE": "5MiB", "DCP_S3_CONCURRENCY": "4", "DCP_S3_RANK_TIMEOUT": "3"}
@@ -198,6 +202,28 @@ def test_all_ranks_of_a_save_with_collectives_are_killed_at_once(
     assert_same(load(jobs[0], S3StorageReader(url)), again)
 
 
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", range(FIRST_SEED, FIRST_SEED + SIGTERMS))
+def test_after_sigterm_the_newest_step_is_there_or_nothing_new(faulty: FaultyServer, tmp_path: Path, seed: int) -> None:
+    rng = random.Random(seed)
+    coordination, group = [("collectives", True), ("s3", True), ("s3", False)][seed % 3]
+    down = rng.random() < 0.2
+    for life in range(2):  # the second one goes on from what the first one left
+        every, step_seconds = rng.randint(3, 12), rng.uniform(0.01, 0.1)
+        (tmp_path / str(life)).mkdir()
+        trainings = [
+            Training(
+                directory=tmp_path / str(life), environment={**os.environ, "DCP_S3_RUN_ID": f"run-{seed}-{life}"},
+                rank=rank, world_size=2, coordination=coordination, group=group, every=every, step_seconds=step_seconds,
+            )
+            for rank in range(2)
+        ]  # fmt: skip
+        with CheckpointManager(ROOT) as manager:  # commits what was decided, though S3 refused its `.metadata`
+            before = manager.restore(blank(make_whole_state(trainings[0], 0))) or 0
+        codes, told, kept = preempt(faulty, trainings, rng, down=down)
+        check_preempted(trainings, codes, told, before, kept, down=down)
+
+
 # --- ranks, and what happens to them ------------------------------------------------------------------------
 
 
@@ -343,3 +369,66 @@ def describe(job: Job, shots: Sequence[Shot]) -> str:
         for shot in shots
     ]
     return f"{job.layout} {job.by} {'overwrite' if job.overwrite else 'new URL'}: {'; '.join(told)}"
+
+
+# --- a training that is preempted ------------------------------------------------------------------------
+
+
+def preempt(
+    server: FaultyServer, trainings: Sequence[Training], rng: random.Random, *, down: bool
+) -> tuple[list[int], list[int], int]:
+    """Let the ranks train, send SIGTERM to some of them, and SIGKILL to all when the time is over. Exit statuses, who
+    got SIGTERM, and the newest step right before that."""
+    # With the fault of a whole window: whatever the last save has to write of its checkpoint.
+    failing = rng.choice(["/.metadata", "", "manifest-"])
+    with running([new_process(train_for_ever, training) for training in trainings]) as processes:
+        wait_until(lambda: all(len(read_lines(training.report)) > 3 for training in trainings), processes)
+        time.sleep(rng.uniform(0, 1.5))  # any instant will do
+        fault = None
+        if down:
+            fault = Fault.error(503, "SlowDown")
+        elif rng.random() < 0.5:
+            fault, failing = Fault.delay(rng.uniform(0.05, 0.5)), ""
+        server.rule = lambda request: fault if request.operation.startswith("Put") and failing in request.key else None
+        newest = latest(ROOT)
+        told = rng.sample(range(len(processes)), rng.randint(1, len(processes)))
+        for rank in told:
+            os.kill(processes[rank].pid, signal.SIGTERM)
+        until = time.monotonic() + (6.0 if down else 50.0)  # this machine may be slow to end a process
+        for process in processes:
+            process.join(max(0.0, until - time.monotonic()))
+        killing.kill_all(processes)
+        codes = [process.exitcode for process in processes]
+    server.rule = lambda _: None
+    return codes, told, 0 if newest is None else newest.step or 0
+
+
+def check_preempted(
+    trainings: Sequence[Training], codes: Sequence[int], preempted: Sequence[int], before: int, kept: int, *, down: bool
+) -> None:
+    lines = [[line.split() for line in read_lines(training.report)] for training in trainings]
+    told = [f"rank {rank}: {' '.join(found[-1])}, exit status {codes[rank]}" for rank, found in enumerate(lines)]
+    assert {int(found[0][1]) for found in lines} == {before}, told
+    # With S3 down the last save fails, or a rank that cannot tell the others ends with that error.
+    assert {codes[rank] for rank in preempted} <= ({0, 1, 143, -signal.SIGKILL} if down else {0}), told
+    last = [max(int(words[1]) for words in found if words[0] == "step") for found in lines]
+    begun = {int(words[1]) for words in lines[0] if words[0] == "began"} | {last[0]}
+    newest = latest(ROOT)
+    step = 0 if newest is None else newest.step or 0
+    if not down:  # otherwise a rank without SIGTERM may wait for S3, or miss the other one in the next collective
+        assert set(codes) == {0}, told
+    if 0 in codes:
+        assert set(last) == {step}, (step, told)
+    else:
+        # S3 was down. What had begun may have been committed before, or all the same with its answer lost.
+        assert step in {before, *begun}, (step, told)
+        assert step >= kept, (step, told)
+    if newest is not None:
+        # Without collectives a save may be decided whose `.metadata` S3 refused: who restores finishes it.
+        decided = {each for each in begun if each > step} if down and 0 not in codes else set()
+        found = blank(make_whole_state(trainings[0], 0))
+        with CheckpointManager(ROOT) as manager:
+            restored = manager.restore(found)
+        assert restored in {step, *decided}
+        assert_same(found, make_whole_state(trainings[0], restored))
+        assert all(info.damage is None for info in list_checkpoints(ROOT) if info.committed)

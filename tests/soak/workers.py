@@ -1,5 +1,5 @@
-"""Processes that are killed: a rank of two saves, most of them without collectives (tests/soak/test_kill_saves.py), and
-a training that is preempted, in lockstep with others (tests/soak/test_sigterm.py). They say what is done."""
+"""Processes that tests/soak/test_kill_saves.py kills: a rank of two saves, most of them without collectives, and a
+training that is preempted, in lockstep with others. They say what is done."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ def _driver(job: Job) -> Callable[[int, dict[str, Any]], object]:
     return save
 
 
-# --- what tests/soak/test_sigterm.py preempts -----------------------------------------------------------
+# --- a training that is preempted ------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
