@@ -30,7 +30,7 @@ from dcp_s3.format.blocks import get_facts
 from dcp_s3.format.metadata import load_metadata
 from dcp_s3.memory import crc64nvme, crc_hex
 from tests.end_to_end import loads
-from tests.end_to_end.states import assert_same, blank, every_kind, random_tensor
+from tests.end_to_end.states import assert_same, blank, random_tensor
 from tests.flipping import flip_in_flight
 from tests.offline import conftest as offline
 from tests.ranks import run_ranks
@@ -53,9 +53,9 @@ def make_state() -> dict[str, Any]:
 class Saved(offline.Saved):
     """It is in one object, and can be loaded."""
 
-    def __init__(self, s3: Any, root: str, *, state: Any = None, **settings: Any) -> None:
+    def __init__(self, s3: Any, root: str, **settings: Any) -> None:
         super().__init__(s3, root)
-        self.state = make_state() if state is None else state
+        self.state = make_state()
         self.save(self.state, writer={"max_objects": 1}, **settings)
 
     def covered(self, fqn: str) -> tuple[int, int]:
@@ -147,15 +147,6 @@ def test_damage_in_flight_is_repaired_once(
     seen = flip_in_flight(monkeypatch, stored_bytes(saved, fqn), times=100)
     saved.assert_corrupt(repr(fqn))
     assert len(seen) == 2
-
-
-def test_checksums_are_recorded_for_every_item(s3: Any, root: str) -> None:
-    """Strided, conjugated, of every dtype: what is written without a checksum would be loaded unverified."""
-    saved = Saved(s3, root, state={**make_state(), **every_kind()})
-    assert saved.metadata.storage_data
-    for index, info in saved.metadata.storage_data.items():
-        start, length = saved.covered(index.fqn)
-        assert get_facts(info)[1] == crc64nvme(saved.get(info.relative_path)[start : start + length]), index
 
 
 def test_damage_without_checksums_is_found_by_lengths_and_by_unpickling(s3: Any, root: str) -> None:

@@ -2,9 +2,9 @@
 SIGTERM, and SIGKILL when the grace period is over: the newest step is there, or nothing new.
 
 Real processes and signals. DCP_S3_TEST_KILLS says how many times for each test (10), DCP_S3_TEST_SIGTERMS how many for
-the training (20), DCP_S3_TEST_SEED the first seed (0). What was killed, and where, is a property of the test in pytest's
-JUnit XML (``-o junit_family=xunit1``). Where a machine is so busy that a process stands still for seconds, more ranks
-count as dead than were killed.
+the training (20), DCP_S3_TEST_SEED the first seed (0). What was killed, and where, is a property of the test in
+pytest's JUnit XML (``-o junit_family=xunit1``). Where a machine is so busy that a process stands still for seconds,
+more ranks count as dead than were killed.
 """
 
 from __future__ import annotations

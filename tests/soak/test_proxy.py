@@ -46,48 +46,35 @@ pytestmark = [
 
 PAGE = b"<!DOCTYPE html>\n<html><head><title>Sign in</title></head><body>Welcome to the guest network</body></html>"
 HTML = {"Content-Type": "text/html; charset=utf-8"}
-# 5xx with S3's own words, and with a proxy's.
-_CODES = {500: "InternalError", 501: "NotImplemented", 503: "SlowDown"}
-_PAGES = (500, 502, 503, 504, 505, 507, 509, 520, 522, 529, 530, 598, 599)
 
 
 def _forge(status: int, body: bytes = b"", **options: Any) -> Fault:
     return Fault.forge(status, body, HTML if body else None, **options)
 
 
+# What a proxy says: a page of its own, or S3's words; and the same when S3 has done what was asked.
+_PAGES = (200, 203, 403, 404, 407, 429, 500, 502, 503, 504, 505, 507, 509, 520, 522, 529, 530, 598, 599)
+_CODES = {
+    301: "PermanentRedirect", 403: "AccessDenied", 409: "OperationAborted", 412: "PreconditionFailed",
+    429: "TooManyRequests", 500: "InternalError", 501: "NotImplemented", 503: "SlowDown",
+}  # fmt: skip
 FORGED: dict[str, Fault] = {
     "200": _forge(200),
-    "200 page": _forge(200, PAGE),
     "200 XML": _forge(200, b"<html><body/></html>"),
     "200 done": _forge(200, applied=True),
-    "200 page done": _forge(200, PAGE, applied=True),
-    "203 page": _forge(203, PAGE),
     "status line": Fault.cut_head(0),
     "half a head": Fault.cut_head(60),
     "most of a head": Fault.cut_head(140),
     "half a body": Fault.truncate(20),
-    "301": Fault.error(301, "PermanentRedirect"),
+    **{f"{status} page done": _forge(status, PAGE, applied=True) for status in (200, 403, 409, 412, 504, 524)},
     "302 page": Fault.forge(302, PAGE, {**HTML, "Location": "http://127.0.0.1:9/login"}),
-    "403": Fault.error(403, "AccessDenied"),
-    "403 page": _forge(403, PAGE),
-    "403 done": _forge(403, PAGE, applied=True),
-    "404 page": _forge(404, PAGE),
-    "407 page": _forge(407, PAGE),
-    "409": Fault.error(409, "OperationAborted"),
-    "409 done": _forge(409, PAGE, applied=True),
-    "412": Fault.error(412, "PreconditionFailed"),
-    "412 done": _forge(412, PAGE, applied=True),
-    "429": Fault.error(429, "TooManyRequests"),
-    "429 page": _forge(429, PAGE),
-    **{str(status): Fault.error(status, code) for status, code in _CODES.items()},
-    **{f"{status} page": _forge(status, PAGE) for status in _PAGES},
-    "504 done": _forge(504, PAGE, applied=True),
-    "524 done": _forge(524, PAGE, applied=True),
+    **{f"{status}": Fault.error(status, code) for status, code in _CODES.items()},
     "error in 200": Fault.error_in_200("InternalError"),
     "reset": Fault.reset(),
     "reset while it is sent": Fault.reset_request(1),
     "reset when done": Fault.apply_then_reset(),
     "twice": Fault.repeat(),
+    **{f"{status} page": _forge(status, PAGE) for status in _PAGES},
 }
 
 
