@@ -31,7 +31,7 @@ from dcp_s3.spill.drain import stop_draining
 from tests.collectives import counted
 from tests.end_to_end.loads import failure, load, save
 from tests.end_to_end.states import assert_same, blank, random_values
-from tests.faulty import BUCKET, FaultyServer, close_clients, serve
+from tests.faulty import BUCKET, FaultyServer, close_clients
 from tests.memory_s3 import Fault
 from tests.objects import separate_objects
 from tests.ranks import run_ranks
@@ -83,34 +83,29 @@ URL = f"s3://{BUCKET}/run"
 LONG = 30.0
 
 
-class Hanging(FaultyServer):
-    def __init__(self) -> None:
-        super().__init__()
-        self.reached = threading.Event()
-        self.released = threading.Event()
+@pytest.fixture
+def hang(faulty: FaultyServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., threading.Event]]:
+    """Lets requests of an operation hang whose keys contain ``key``; the first calls ``then`` and sets the event."""
+    monkeypatch.setenv("DCP_S3_PART_SIZE", "5MiB")
+    released = threading.Event()
 
-    def hang(self, *operations: str, key: str = "", then: Callable[[], None] = lambda: None) -> None:
-        """From now on, on requests of these operations whose keys contain ``key``; ``then`` is called at the first."""
+    def hang(operation: str, key: str = "", then: Callable[[], None] = lambda: None) -> threading.Event:
+        reached = threading.Event()
 
         def rule(request: Any) -> Fault | None:
-            if request.operation not in operations or key not in request.key:
+            if request.operation != operation or key not in request.key:
                 return None
-            if not self.reached.is_set():
-                self.reached.set()
+            if not reached.is_set():
+                reached.set()
                 then()
-            self.released.wait(LONG)
+            released.wait(LONG)
             return Fault.reset()
 
-        self.rule = rule
+        faulty.rule = rule
+        return reached
 
-
-@pytest.fixture
-def hanging(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hanging]:
-    monkeypatch.setenv("DCP_S3_PART_SIZE", "5MiB")
-    hanging = Hanging()
-    with serve(monkeypatch, hanging):
-        yield hanging
-        hanging.released.set()
+    yield hang
+    released.set()
 
 
 STATE = {"large": torch.zeros(MIB * 3 // 2), "small": torch.zeros(100)}
@@ -127,23 +122,22 @@ def assert_no_threads() -> None:
     assert not [name for name in names if name.startswith("dcp_s3-") and name != "dcp_s3-drain"]
 
 
-def assert_nothing_is_left(hanging: Hanging) -> None:
-    assert (hanging.s3.open_uploads(BUCKET), hanging.s3.objects(BUCKET)) == ([], {})
+def assert_nothing_is_left(server: FaultyServer) -> None:
+    assert (server.s3.open_uploads(BUCKET), server.s3.objects(BUCKET)) == ([], {})
     assert_no_threads()
 
 
 @pytest.mark.parametrize("operation", ["CreateMultipartUpload", "UploadPart", "PutObject", "throttled"])
-def test_a_save_ends_at_its_deadline(hanging: Hanging, operation: str) -> None:
+def test_a_save_ends_at_its_deadline(faulty: FaultyServer, hang: Any, operation: str) -> None:
+    reached = hang(operation, "__0_")
     if operation == "throttled":
-        hanging.rule = lambda request: Fault.error(503, "SlowDown") if request.operation == "UploadPart" else None
-    else:
-        hanging.hang(operation, key="__0_")
+        faulty.rule = lambda request: Fault.error(503, "SlowDown") if request.operation == "UploadPart" else None
     error = failure(lambda: save_two(save_timeout=1.5, retry_attempts=100), errors.DeadlineExceededError)
-    assert hanging.reached.is_set() == (operation != "throttled")
+    assert reached.is_set() == (operation != "throttled")
     assert (error.setting, error.seconds) == ("DCP_S3_SAVE_TIMEOUT", 1.5)
     said = f"the save to {URL} was not done within DCP_S3_SAVE_TIMEOUT = 1.5 s: of about 6.0 MiB of rank 0"
     assert said in str(error)
-    assert_nothing_is_left(hanging)
+    assert_nothing_is_left(faulty)
 
 
 def interrupt() -> None:
@@ -151,22 +145,21 @@ def interrupt() -> None:
     signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
 
-def test_ctrl_c_during_a_save(hanging: Hanging, tmp_path: Path) -> None:
-    hanging.hang("UploadPart", then=interrupt)
+def test_ctrl_c_during_a_save(faulty: FaultyServer, hang: Any, tmp_path: Path) -> None:
+    hang("UploadPart", then=interrupt)
     failure(lambda: save_two(read_timeout=0.3, spill_dir=str(tmp_path)), KeyboardInterrupt)
     stop_draining()
     assert not list(tmp_path.glob("saves/*"))
-    assert_nothing_is_left(hanging)
+    assert_nothing_is_left(faulty)
 
 
-def test_a_load_ends_when_nothing_moves_and_by_ctrl_c(hanging: Hanging) -> None:
+def test_a_load_ends_when_nothing_moves_and_by_ctrl_c(hang: Any) -> None:
     save_two()
-    hanging.hang("GetObject", key="__0_0")
+    reached = hang("GetObject", "__0_0")
     error = failure(lambda: load(blank(STATE), URL, settings={"stall_timeout": 1.5}), errors.DeadlineExceededError)
-    assert hanging.reached.is_set()
+    assert reached.is_set()
     assert "next to nothing moved for DCP_S3_STALL_TIMEOUT = 1.5 s" in str(error)
-    hanging.reached.clear()
-    hanging.hang("GetObject", key="__0_", then=interrupt)
+    hang("GetObject", "__0_", interrupt)
     failure(lambda: load(blank(STATE), URL, settings={"read_timeout": 0.3}), KeyboardInterrupt)
     assert_no_threads()
 

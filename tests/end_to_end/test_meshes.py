@@ -112,11 +112,10 @@ def tensors(state: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def expected_part(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    whole = full(name, tensor)
     if not isinstance(tensor, DTensor):
-        return whole
+        return full(name, tensor)
     sizes, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return whole[tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))]
+    return full(name, tensor)[tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))]
 
 
 def full(name: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -135,12 +134,6 @@ def fill(state: dict[str, Any]) -> None:
     for name, tensor in tensors(state):
         if local(tensor).numel():
             local(tensor).copy_(expected_part(name, tensor))
-
-
-@torch.no_grad()
-def spoil(state: dict[str, Any]) -> None:
-    for _, tensor in tensors(state):
-        local(tensor).fill_(-7)
 
 
 def assert_loaded(state: dict[str, Any], mesh: Mesh, what: str) -> None:
@@ -174,7 +167,9 @@ def _save_and_load(root: str, saving: Mesh) -> list[str]:
         for mesh, job in jobs.items():
             if job.inside:
                 state = job.state(flattened)
-                spoil(state)
+                with torch.no_grad():
+                    for _, tensor in tensors(state):
+                        local(tensor).fill_(-7)
                 dcp.load(state, storage_reader=S3StorageReader(url), process_group=job.group)
                 assert_loaded(state, mesh, f"{saving} to {mesh}")
             same.append(f"{mesh}-{flattened}")

@@ -18,6 +18,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from dcp_s3 import CheckpointCatalog, S3Stager, S3StorageReader, S3StorageWriter, latest, prune
 from dcp_s3.errors import CheckpointNotFoundError
 from dcp_s3.s3 import retry
+from tests.end_to_end.states import assert_same, blank, random_values
 from tests.faulty import BUCKET, FaultyServer
 from tests.memory_s3 import Fault
 from tests.objects import separate_objects
@@ -58,14 +60,11 @@ def dawdle(request: Any) -> Fault | None:
 
 def restore(done: Counter[str]) -> int:
     """The latest, as a job would: one that vanished before its lease was written is no failure, and there is another.
-
-    Returns:
-        Its number.
-    """
+    Its number."""
     while True:
         found = latest(ROOT)
         assert found is not None
-        loaded: dict[str, Any] = {"number": 0, "weight": torch.zeros(1000), "other": torch.zeros(50)}
+        loaded = blank(state(0))
         try:
             dcp.load(loaded, storage_reader=S3StorageReader(found.url), no_dist=True)
         except CheckpointException as error:
@@ -76,7 +75,7 @@ def restore(done: Counter[str]) -> int:
             continue
         number = int(loaded["number"])
         assert number == found.step
-        assert bool((loaded["weight"] == number).all() and (loaded["other"] == -number).all())
+        assert_same(loaded, state(number))
         return number
 
 
@@ -115,11 +114,9 @@ def test_no_reader_and_no_save_ever_fails(faulty: FaultyServer, monkeypatch: pyt
             failures.append(error)
 
     work = (("saves", write), ("restores", read), ("restores", read), ("prunes", delete))
-    threads = [threading.Thread(target=loop, args=arguments) for arguments in work]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(len(work)) as pool:
+        for name, each in work:
+            pool.submit(loop, name, each)
     print(dict(done))
     faulty.rule = lambda _: None
     if failures:
@@ -137,7 +134,6 @@ def test_no_reader_and_no_save_ever_fails(faulty: FaultyServer, monkeypatch: pyt
 LOOPS = int(os.environ.get("DCP_S3_TEST_LOOPS", "60"))
 WARM_UP = 20
 MIB = 2**20
-STATE_BYTES = 4 * MIB
 # A copy of the state lost in each save of one of the six kinds is more than this with 60 of them; what the allocator
 # and the interpreter do was 12 MiB.
 GROWTH_BYTES = 24 * MIB
@@ -169,8 +165,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def make_state(seed: int) -> dict[str, Any]:
-    generator = torch.Generator().manual_seed(seed)
-    return {"weights": torch.rand(STATE_BYTES // 4, generator=generator), "step": seed}
+    return {"weights": random_values(seed, MIB), "step": seed}
 
 
 def save_and_load(server: FaultyServer, number: int, stager: S3Stager) -> None:
