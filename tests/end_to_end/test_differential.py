@@ -12,7 +12,7 @@ import io
 import os
 import pathlib
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
@@ -323,12 +323,11 @@ def run(case: Case, root: str) -> None:
     """Save a state by both, load each by both, and compare."""
     with _shared_directory() as directory:
         _save(case, f"{root}/ours")
-        client, bucket = boto3.client("s3", endpoint_url=os.environ["DCP_S3_ENDPOINT_URL"]), parse_url(root).bucket
-        prefix = parse_url(root).key("").rstrip("/")
-        _on_first_rank(lambda: download(client, bucket, f"{prefix}/ours", directory / "ours"))
+        client, where = boto3.client("s3", endpoint_url=os.environ["DCP_S3_ENDPOINT_URL"]), parse_url(root)
+        _on_first_rank(lambda: download(client, where.bucket, where.key("ours"), directory / "ours"))
         writer = dcp.FileSystemWriter(directory / "torch", sync_files=False)
         dcp.save(make_state(case, Maker(blank=False)), storage_writer=writer)
-        _on_first_rank(lambda: upload(client, bucket, f"{prefix}/torch", directory / "torch"))
+        _on_first_rank(lambda: upload(client, where.bucket, where.key("torch"), directory / "torch"))
         for name in ("ours", "torch"):
             _compare(case, f"{root}/{name}", directory / name, name)
 
@@ -379,7 +378,7 @@ def _compare(case: Case, url: str, directory: pathlib.Path, writer: str) -> None
             assert bits(_local(value)) == bits(_local(saved[path])), message
 
 
-def _on_first_rank(action: Any) -> None:
+def _on_first_rank(action: Callable[[], object]) -> None:
     if not dist.is_initialized() or dist.get_rank() == 0:
         action()
     if dist.is_initialized():
