@@ -13,8 +13,8 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint._extension import ExtensionRegistry, StreamTransformExtension
 
 from dcp_s3 import S3StorageReader, S3StorageWriter, errors
-from tests.end_to_end import foreign, loads
-from tests.end_to_end.states import assert_same, blank, random_tensor
+from tests.end_to_end import loads, states
+from tests.end_to_end.states import assert_same, random_tensor
 from tests.load.test_foreign_items import Boxes
 from tests.ranks import run_ranks
 from tests.servers import S3Server
@@ -30,18 +30,13 @@ def run_foreign(server: S3Server, fn: Any, *args: Any) -> Any:
 
 def read_by_torch(server: S3Server, *directories: Path) -> list[dict[str, Any]]:
     """All that is in each of them."""
-    data = run_foreign(server, foreign.read_directories, list(map(str, directories)))
+    data = run_foreign(server, states.read_directories, list(map(str, directories)))
     return torch.load(io.BytesIO(data), weights_only=False)  # type: ignore[no-any-return]
 
 
 def save(url: str, *, max_objects: int = 3, **settings: Any) -> None:
     writer = S3StorageWriter(url, max_objects=max_objects, settings={**SETTINGS, **settings})
-    dcp.save(foreign.interchange_state(), storage_writer=writer)
-
-
-def check_load(url: str) -> None:
-    found = loads.load(blank(foreign.interchange_state()), url, settings=SETTINGS)
-    foreign.assert_same_interchange_state(found)
+    dcp.save(states.interchange_state(), storage_writer=writer)
 
 
 def download(s3: Any, bucket: str, prefix: str, directory: Path) -> Path:
@@ -62,9 +57,9 @@ def test_torch_reads_a_downloaded_checkpoint(server: S3Server, s3: Any, bucket: 
     save(root)
     directory = download(s3, bucket, "run", tmp_path)
     sizes = [path.stat().st_size for path in directory.glob("*.distcp")]
-    assert len(sizes) == foreign.OBJECTS
+    assert len(sizes) == states.OBJECTS
     assert min(sizes) > PART_SIZE, "an object has only one part"
-    run_foreign(server, foreign.read, "filesystem", str(directory))
+    run_foreign(server, states.read, "filesystem", str(directory))
 
 
 @pytest.mark.parametrize("settings", [{}, {"checksum": "none", "max_objects": 1}], ids=str)
@@ -73,16 +68,16 @@ def test_other_s3_clients_read_a_checkpoint_in_place(
     server: S3Server, root: str, client: str, settings: dict[str, Any]
 ) -> None:
     save(root, **settings)
-    run_foreign(server, foreign.read, client, root)
+    run_foreign(server, states.read, client, root)
 
 
 def test_reads_what_torch_wrote_and_boto3_uploaded(
     server: S3Server, s3: Any, bucket: str, root: str, tmp_path: Path
 ) -> None:
-    run_foreign(server, foreign.write, "filesystem", str(tmp_path), {"single_file_per_rank": False, "thread_count": 2})
+    run_foreign(server, states.write, "filesystem", str(tmp_path), {"single_file_per_rank": False, "thread_count": 2})
     assert len(list(tmp_path.glob("*.distcp"))) >= 4
     upload(s3, bucket, "run", tmp_path)
-    check_load(root)
+    loads.assert_loads(root, states.interchange_state(), settings=SETTINGS)
 
 
 # s3torchconnector cannot write to the others: rclone answers CreateMultipartUpload with <InitiateMultipartUpload> where
@@ -90,8 +85,8 @@ def test_reads_what_torch_wrote_and_boto3_uploaded(
 @pytest.mark.servers("memory", "moto", "external")
 @pytest.mark.parametrize("client", ["fsspec", "s3torchconnector"])
 def test_reads_what_other_clients_wrote(server: S3Server, root: str, client: str) -> None:
-    run_foreign(server, foreign.write, client, root, {"thread_count": 2})
-    check_load(root)
+    run_foreign(server, states.write, client, root, {"thread_count": 2})
+    loads.assert_loads(root, states.interchange_state(), settings=SETTINGS)
 
 
 # --- stream extensions ---------------------------------------------------------------------------------
