@@ -28,7 +28,7 @@ import dcp_s3
 from dcp_s3 import Fused, S3LoadPlanner, S3StorageReader, S3StorageWriter, errors, read_tensor, shard, shard_state
 from dcp_s3.load.planner import AnyBox as Box
 from tests.end_to_end.loads import failure, load, save
-from tests.end_to_end.states import blank, random_values
+from tests.end_to_end.states import assert_same, blank, random_values
 from tests.end_to_end.test_interchange import download, read_by_torch
 from tests.load.test_planner import grid
 from tests.ranks import run_ranks
@@ -293,12 +293,6 @@ def local_state(rank: int, world: int) -> dict[str, torch.Tensor]:
     return {name: local_part(name, full, rank, world).contiguous() for name, full in full_state().items()}
 
 
-def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        assert torch.equal(found[name], value), name
-
-
 def in_dtensors(full: dict[str, torch.Tensor], mesh: DeviceMesh, columns: bool) -> dict[str, Any]:
     def place(tensor: torch.Tensor) -> Any:
         return Replicate() if not tensor.dim() else Shard(tensor.dim() - 1 if columns else 0)
@@ -311,18 +305,18 @@ def _load_shards(url: str, planner: Any, group: Any) -> None:
     local = {name: torch.full_like(part, -1) for name, part in local_state(rank, world).items()}
     state = shard_state({"model": local}, plan_of(world), group=group)
     dcp.load(state, storage_reader=S3StorageReader(url), process_group=group, planner=planner)
-    assert_equal(local, local_state(rank, world))  # in the model's own memory
+    assert_same(local, local_state(rank, world))  # in the model's own memory
 
 
 def _load_plain(url: str, group: Any) -> None:
     state = blank({"model": full_state()})
     dcp.load(state, storage_reader=S3StorageReader(url), process_group=group)
-    assert_equal(state["model"], full_state())
+    assert_same(state["model"], full_state())
 
 
 def _load_dtensors(url: str, mesh: DeviceMesh, columns: bool) -> None:
     state = load({"model": in_dtensors(blank(full_state()), mesh, columns)}, url)
-    assert_equal({name: each.full_tensor() for name, each in state["model"].items()}, full_state())
+    assert_same({name: each.full_tensor() for name, each in state["model"].items()}, full_state())
 
 
 def _save_shards(url: str, group: Any) -> None:
@@ -361,12 +355,12 @@ def test_any_number_of_ranks_loads_what_any_other_saved(
     run_ranks(4, _reshard, root)
     for world in (4, 2):
         url = f"{root}/tp{world}"
-        assert_equal(dcp_s3.read_tensors(url), {f"model.{name}": each for name, each in full_state().items()})
+        assert_same(dcp_s3.read_tensors(url), {f"model.{name}": each for name, each in full_state().items()})
         assert dcp_s3.verify(url, full=True).ok
     part = slice(3, 20), slice(1, 4)
     assert torch.equal(read_tensor(f"{root}/tp2", "model.qkv.weight", part), full_state()["qkv.weight"][part])
     [found] = read_by_torch(memory_server, download(s3, bucket, "run/tp4", tmp_path))
-    assert_equal(found, {f"model.{name}": each for name, each in full_state().items()})
+    assert_same(found, {f"model.{name}": each for name, each in full_state().items()})
 
 
 _BOXES: dict[str, tuple[list[tuple[int, int, int]], str]] = {

@@ -20,6 +20,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
+from torch.distributed.tensor import DTensor
 
 DTYPES = [
     torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2,
@@ -95,8 +96,13 @@ def assert_same(found: Any, expected: Any, path: str = "") -> None:
         assert found == expected, path
 
 
-def random_values(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+def random_values(seed: int, *shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank has of it."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 # --- for other clients ------------------------------------------------------------------------------------

@@ -32,7 +32,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from dcp_s3 import S3LoadPlanner, S3Stager, S3StorageReader, S3StorageWriter
 from dcp_s3.load.plan import READ_GAP
 from dcp_s3.url import parse_url
-from tests.end_to_end.states import DTYPES, bits, random_tensor
+from tests.end_to_end.states import DTYPES, bits, local, random_tensor
 from tests.end_to_end.test_interchange import download, upload
 from tests.ranks import run_ranks
 
@@ -257,21 +257,17 @@ def leaves_of(state: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[An
 # --- what a load may touch ------------------------------------------------------------------------------
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 def describe(value: Any) -> Any:
     """All of a value that must be the same whoever has loaded it."""
     if not isinstance(value, torch.Tensor):
         buffer = io.BytesIO()
         torch.save(value, buffer)
         return type(value), repr(value), len(buffer.getvalue())
-    local = _local(value).detach()
-    memory = torch.empty(0, dtype=torch.uint8).set_(local.untyped_storage()).numpy().tobytes()
+    mine = local(value)
+    memory = torch.empty(0, dtype=torch.uint8).set_(mine.untyped_storage()).numpy().tobytes()
     return {
-        "type": type(value), "dtype": value.dtype, "shape": tuple(value.shape), "strides": local.stride(),
-        "offset": local.storage_offset(), "bits": bits(local), "memory": memory,
+        "type": type(value), "dtype": value.dtype, "shape": tuple(value.shape), "strides": mine.stride(),
+        "offset": mine.storage_offset(), "bits": bits(mine), "memory": memory,
         "requires_grad": value.requires_grad, "is_leaf": value.is_leaf, "inference": value.is_inference(),
         "conj": value.is_conj(), "neg": value.is_neg(), "grad": None if value.grad is None else value.grad.tolist(),
         "hooks": len(value._backward_hooks or ()), "attributes": sorted(vars(value)),
@@ -281,7 +277,7 @@ def describe(value: Any) -> Any:
 
 def counters(state: Any) -> dict[tuple[Any, ...], tuple[int, int]]:
     return {
-        path: (value._version, _local(value)._version)
+        path: (value._version, local(value)._version)
         for path, value in leaves_of(state)
         if isinstance(value, torch.Tensor) and not value.is_inference()
     }
@@ -352,7 +348,7 @@ def _save(case: Case, url: str) -> None:
         with torch.no_grad():
             for _, value in leaves_of(state):
                 if isinstance(value, torch.Tensor) and 0 not in value.stride():
-                    _local(value).zero_()
+                    local(value).zero_()
         future.result(120)
 
 
@@ -375,7 +371,7 @@ def _compare(case: Case, url: str, directory: pathlib.Path, writer: str) -> None
         if not isinstance(value, torch.Tensor):
             assert {NUMBER, str(NUMBER)} & set(path) or repr(value) == repr(saved[path]), message
         elif value.dtype == saved[path].dtype:
-            assert bits(_local(value)) == bits(_local(saved[path])), message
+            assert bits(local(value)) == bits(local(saved[path])), message
 
 
 def _on_first_rank(action: Callable[[], object]) -> None:

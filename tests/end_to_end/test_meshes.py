@@ -34,7 +34,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from dcp_s3 import CheckpointManager, S3StorageReader, S3StorageWriter, read_tensors, shard, verify
 from dcp_s3.format.metadata import load_metadata
 from tests.collectives import counted
-from tests.end_to_end.states import assert_same, bits, every_kind
+from tests.end_to_end.states import assert_same, bits, every_kind, local
 from tests.end_to_end.test_interchange import download, read_by_torch
 from tests.ranks import run_ranks
 from tests.servers import S3Server
@@ -123,10 +123,6 @@ def full(name: str, tensor: torch.Tensor) -> torch.Tensor:
     if not tensor.dtype.is_floating_point:
         return torch.full(tensor.shape, seed % 1000, dtype=tensor.dtype)
     return torch.randn(tensor.shape, generator=torch.Generator().manual_seed(seed), dtype=tensor.dtype)
-
-
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 @torch.no_grad()
@@ -237,9 +233,9 @@ def sharded_tensors() -> tuple[Any, Any]:
     place = ShardMetadata([start, 0], [rows, 6], f"rank:{rank()}/cpu")
     given = sharded_tensor.init_from_local_shards([sharded_tensor.Shard(own, place)], 8, 6)
     by_spec = sharded_tensor.zeros(ChunkShardingSpec(0, ["rank:0/cpu", "rank:1/cpu"]), 7, 3)
-    for local in by_spec.local_shards():
-        first, count = local.metadata.shard_offsets[0], local.metadata.shard_sizes[0]
-        local.tensor.copy_(full("by_spec", torch.empty(7, 3))[first : first + count])
+    for each in by_spec.local_shards():
+        first, count = each.metadata.shard_offsets[0], each.metadata.shard_sizes[0]
+        each.tensor.copy_(full("by_spec", torch.empty(7, 3))[first : first + count])
     return given, by_spec
 
 
