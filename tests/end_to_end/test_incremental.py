@@ -31,6 +31,7 @@ from dcp_s3 import CheckpointManager, S3StorageWriter, events, latest, prune, ve
 from dcp_s3.s3 import multipart, retry
 from dcp_s3.save import incremental, objects
 from dcp_s3.url import parse_url
+from tests.end_to_end import loads
 from tests.end_to_end.loads import assert_loads
 from tests.end_to_end.states import assert_same, blank
 from tests.end_to_end.test_interchange import download
@@ -61,9 +62,7 @@ def make_state(step: int) -> dict[str, Any]:
 
 def save(url: str, state: dict[str, Any], **arguments: Any) -> events.Written:
     heard: list[Any] = []
-    writer = S3StorageWriter(url, incremental=True, on_event=heard.append, **arguments)
-    writer.attach("config.json", b"{}")
-    dcp.save(state, storage_writer=writer)
+    loads.save(state, url, {"config.json": b"{}"}, incremental=True, on_event=heard.append, **arguments)
     return next(event for event in heard if isinstance(event, events.Written))
 
 

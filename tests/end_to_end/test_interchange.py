@@ -12,15 +12,14 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint._extension import ExtensionRegistry, StreamTransformExtension
 
-from dcp_s3 import S3StorageReader, S3StorageWriter, errors
+from dcp_s3 import S3StorageReader, errors
 from tests.end_to_end import loads, states
 from tests.end_to_end.states import assert_same, random_tensor
 from tests.load.test_foreign_items import Boxes
 from tests.ranks import run_ranks
 from tests.servers import S3Server
 
-PART_SIZE = 5 * 2**20
-SETTINGS = {"part_size": PART_SIZE}
+SETTINGS = {"part_size": 5 * 2**20}
 
 
 def run_foreign(server: S3Server, fn: Any, *args: Any) -> Any:
@@ -32,11 +31,6 @@ def read_by_torch(server: S3Server, *directories: Path) -> list[dict[str, Any]]:
     """All that is in each of them."""
     data = run_foreign(server, states.read_directories, list(map(str, directories)))
     return torch.load(io.BytesIO(data), weights_only=False)  # type: ignore[no-any-return]
-
-
-def save(url: str, *, max_objects: int = 3, **settings: Any) -> None:
-    writer = S3StorageWriter(url, max_objects=max_objects, settings={**SETTINGS, **settings})
-    dcp.save(states.interchange_state(), storage_writer=writer)
 
 
 def download(s3: Any, bucket: str, prefix: str, directory: Path) -> Path:
@@ -53,21 +47,12 @@ def upload(s3: Any, bucket: str, prefix: str, directory: Path) -> None:
             s3.upload_file(str(path), bucket, f"{prefix}/{path.relative_to(directory)}")
 
 
-def test_torch_reads_a_downloaded_checkpoint(server: S3Server, s3: Any, bucket: str, root: str, tmp_path: Path) -> None:
-    save(root)
-    directory = download(s3, bucket, "run", tmp_path)
-    sizes = [path.stat().st_size for path in directory.glob("*.distcp")]
-    assert len(sizes) == states.OBJECTS
-    assert min(sizes) > PART_SIZE, "an object has only one part"
-    run_foreign(server, states.read, "filesystem", str(directory))
-
-
-@pytest.mark.parametrize("settings", [{}, {"checksum": "none", "max_objects": 1}], ids=str)
+@pytest.mark.parametrize(("max_objects", "checksum"), [(3, "auto"), (1, "none")])
 @pytest.mark.parametrize("client", ["fsspec", "s3torchconnector"])
 def test_other_s3_clients_read_a_checkpoint_in_place(
-    server: S3Server, root: str, client: str, settings: dict[str, Any]
+    server: S3Server, root: str, client: str, max_objects: int, checksum: str
 ) -> None:
-    save(root, **settings)
+    loads.save(states.interchange_state(), root, max_objects=max_objects, settings={**SETTINGS, "checksum": checksum})
     run_foreign(server, states.read, client, root)
 
 

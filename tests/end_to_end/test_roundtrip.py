@@ -16,12 +16,14 @@ from torch.distributed.checkpoint.api import CheckpointException
 from dcp_s3 import S3StorageReader, S3StorageWriter, Settings, errors, verify
 from dcp_s3.offline.copy import copy as upload
 from dcp_s3.s3.store import S3Store
-from tests.end_to_end import loads
+from tests.end_to_end import loads, states
 from tests.end_to_end.loads import assert_loads
 from tests.end_to_end.states import every_kind, random_tensor
+from tests.end_to_end.test_interchange import download, run_foreign
 from tests.faulty import BUCKET, FaultyServer
 from tests.memory_s3 import Fault
 from tests.ranks import run_ranks
+from tests.servers import S3Server
 from tests.spread import spread_out
 
 SMALL = {"part_size": "5MiB", "concurrency": 3}
@@ -31,10 +33,16 @@ def save(state: Any, url: str, **writer: Any) -> Any:
     return loads.save(state, url, settings=SMALL, **writer)
 
 
-def test_every_kind(root: str) -> None:
-    state = every_kind()
-    save(state, root)
+def test_every_kind(server: S3Server, root: str, bucket: str, s3: Any, tmp_path: Path) -> None:
+    """Also for torch, which reads what was downloaded."""
+    state = states.interchange_state()
+    save(state, root, max_objects=3)
     assert_loads(root, state, settings=SMALL)
+    directory = download(s3, bucket, "run", tmp_path)
+    sizes = [path.stat().st_size for path in directory.glob("*.distcp")]
+    assert len(sizes) == states.OBJECTS
+    assert min(sizes) > 5 * 2**20, "an object has only one part"
+    run_foreign(server, states.read, "filesystem", str(directory))
     save({}, f"{root}/empty")
     assert_loads(f"{root}/empty", {})
 
@@ -84,16 +92,13 @@ STATE = {"model": torch.arange(1000.0)}
 URL = f"s3://{BUCKET}/run/step-1"
 
 
-def _save(url: str = URL, /, overwrite: bool = False, **attachments: bytes) -> None:
+def _save(overwrite: bool = False, **attachments: bytes) -> None:
     """``common`` is attached as common.pt, and so on."""
-    writer = S3StorageWriter(url, overwrite=overwrite)
-    for name, data in attachments.items():
-        writer.attach(f"{name}.pt", data)
-    dcp.save(STATE, storage_writer=writer)
+    loads.save(STATE, URL, {f"{name}.pt": data for name, data in attachments.items()}, overwrite=overwrite)
 
 
-def _read(name: str = "common.pt", url: str = URL) -> bytes:
-    return S3StorageReader(url).attachment(name)
+def _read(name: str = "common.pt") -> bytes:
+    return S3StorageReader(URL).attachment(name)
 
 
 def _keys(server: FaultyServer) -> set[str]:
@@ -121,10 +126,10 @@ def test_an_overwrite_keeps_the_old_until_its_commit(faulty: FaultyServer) -> No
     _save(common=b"old", only_old=b"x")
     seen = faulty.once("PutObject", Fault.error(403, "AccessDenied"), key="step-1/.metadata")
     with pytest.raises(CheckpointException):
-        _save(URL, True, common=b"new")
+        _save(True, common=b"new")
     assert seen
     assert _read() == b"old"
-    _save(URL, True, common=b"new")
+    _save(True, common=b"new")
     assert _read() == b"new"
     assert S3StorageReader(URL).attachments() == ["common.pt"]
     assert "run/step-1/only_old.pt" not in _keys(faulty)
