@@ -27,9 +27,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
-from dcp_s3 import CheckpointCatalog, S3Stager, S3StorageReader, S3StorageWriter, latest, prune
+from dcp_s3 import CheckpointCatalog, S3Stager, S3StorageWriter, latest, prune
 from dcp_s3.errors import CheckpointNotFoundError
 from dcp_s3.s3 import retry
+from tests.end_to_end import loads
 from tests.end_to_end.states import assert_same, blank, random_values
 from tests.faulty import BUCKET, FaultyServer
 from tests.memory_s3 import Fault
@@ -48,7 +49,7 @@ def state(number: int) -> dict[str, Any]:
 def save(number: int) -> None:
     time.sleep(0.1)  # the training
     with separate_objects("other"):
-        dcp.save(state(number), storage_writer=S3StorageWriter(f"{ROOT}/step-{number}"), no_dist=True)
+        loads.save(state(number), f"{ROOT}/step-{number}")
 
 
 def dawdle(request: Any) -> Fault | None:
@@ -64,9 +65,8 @@ def restore(done: Counter[str]) -> int:
     while True:
         found = latest(ROOT)
         assert found is not None
-        loaded = blank(state(0))
         try:
-            dcp.load(loaded, storage_reader=S3StorageReader(found.url), no_dist=True)
+            loaded = loads.load(blank(state(0)), found.url)
         except CheckpointException as error:
             ((cause, _),) = error.failures.values()
             if not isinstance(cause, CheckpointNotFoundError):
@@ -186,20 +186,17 @@ def save_and_load(server: FaultyServer, number: int, stager: S3Stager) -> None:
             dcp.save(state, storage_writer=writer)
     if number % 6 == 3:
         server.rule = lambda request: Fault.reset() if request.key.endswith(".distcp") else None
-        load_in_vain("step", make_state(0))
-        load_in_vain("nothing", make_state(0))
-        load_in_vain("step", {"weights": torch.zeros(3)})
+        for name, wanted in (
+            ("step", make_state(0)),
+            ("nothing", make_state(0)),
+            ("step", {"weights": torch.zeros(3)}),
+        ):
+            loads.failure(lambda name=name, wanted=wanted: loads.load(wanted, f"{ROOT}/{name}"))
     server.rule = lambda _: None
-    target = make_state(-1)
-    dcp.load(target, storage_reader=S3StorageReader(f"{ROOT}/step"))
+    target = loads.load(make_state(-1), f"{ROOT}/step")
     assert fails or torch.equal(target["weights"], state["weights"])
     assert latest(ROOT) is not None
     server.s3.reset_counters()  # its log of requests grows
-
-
-def load_in_vain(name: str, target: dict[str, Any]) -> None:
-    with pytest.raises(CheckpointException):
-        dcp.load(target, storage_reader=S3StorageReader(f"{ROOT}/{name}"))
 
 
 @pytest.mark.soak

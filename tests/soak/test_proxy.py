@@ -17,18 +17,17 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
-from dcp_s3 import S3StorageWriter, errors, latest, pin, prune
+from dcp_s3 import errors, latest, pin, prune
 from dcp_s3.format.layout import lease_object
 from dcp_s3.s3 import retry
 from dcp_s3.s3.store import S3Store
 from dcp_s3.settings import Settings
 from dcp_s3.spill.drain import Drainer
 from dcp_s3.spill.store import SpillStore
-from tests.end_to_end import loads
-from tests.end_to_end.states import assert_same, blank, random_tensor
+from tests.end_to_end.loads import assert_loads, save
+from tests.end_to_end.states import random_tensor
 from tests.faulty import BUCKET, FaultyServer, serve
 from tests.memory_s3 import Fault
 from tests.retention.runs import DAY, Clock
@@ -152,24 +151,16 @@ def state_of(seed: int, *, large: bool = False) -> dict[str, Any]:
     return state | ({"large": random_tensor((5 * MIB + 1000,), torch.uint8, seed)} if large else {})
 
 
-def save(url: str, state: Any, **arguments: Any) -> None:
-    dcp.save(state, storage_writer=S3StorageWriter(url, **arguments), no_dist=True)
-
-
-def load(url: str, expected: Any) -> None:
-    assert_same(loads.load(blank(expected), url), expected)
-
-
 def check_new_or_old(world: World, done: bool, new: Any, old: Any) -> None:
     """``old`` is what was there before, if anything was."""
     if old is None and not done and not world.has("step-1"):
         return
     try:
-        load(URL, new)
+        assert_loads(URL, new)
     except (AssertionError, CheckpointException):
         if done or old is None:
             raise
-        load(URL, old)
+        assert_loads(URL, old)
 
 
 def attempt(act: Callable[[], None]) -> bool:
@@ -218,39 +209,39 @@ def meet_every_fault(world: World, act: Callable[[], None], check: Callable[[boo
 def test_a_save(world: World, overwrite: bool, large: bool) -> None:
     old, new = state_of(1) if overwrite else None, state_of(2, large=large)
     if overwrite:
-        save(URL, old)
+        save(old, URL)
     meet_every_fault(
-        world, lambda: save(URL, new, overwrite=overwrite), lambda done: check_new_or_old(world, done, new, old)
+        world, lambda: save(new, URL, overwrite=overwrite), lambda done: check_new_or_old(world, done, new, old)
     )
 
 
 def test_a_save_where_a_checkpoint_is(world: World) -> None:
     """Whoever says that there is none."""
     old = state_of(1)
-    save(URL, old)
+    save(old, URL)
 
     def act() -> None:
         with pytest.raises(CheckpointException):
-            save(URL, state_of(2))
+            save(state_of(2), URL)
 
-    meet_every_fault(world, act, lambda _: load(URL, old))
+    meet_every_fault(world, act, lambda _: assert_loads(URL, old))
 
 
 def test_a_load(world: World) -> None:
     state = state_of(1)  # a body cut to 20 bytes, again and again, is progress: nothing large
-    save(URL, state)
+    save(state, URL)
 
     def check(_: bool) -> None:
         assert not world.lacks("step-1")
 
-    meet_every_fault(world, lambda: load(URL, state), check)
+    meet_every_fault(world, lambda: assert_loads(URL, state), check)
 
 
 @pytest.mark.soak
 def test_a_prune(world: World) -> None:
     """Of step 1, and of what a save left; 2 is pinned, 3 is being read, 4 is the newest."""
     for step in (1, 2, 3, 4, 0):
-        save(f"{ROOT}/step-{step}", state_of(step))
+        save(state_of(step), f"{ROOT}/step-{step}")
     pin(f"{ROOT}/step-2")
     world.clock.now += 2 * DAY
     store = S3Store(BUCKET, Settings())
@@ -276,7 +267,7 @@ def test_a_prune(world: World) -> None:
             seen.add(now)
             found = latest(ROOT)
             assert found is not None
-            load(found.url, state_of(4))
+            assert_loads(found.url, state_of(4))
 
     meet_every_fault(world, act, check)
     world.put_back()
@@ -289,9 +280,9 @@ def test_a_prune(world: World) -> None:
 def test_a_drain(world: World, overwrite: bool) -> None:
     old, new = state_of(1) if overwrite else None, state_of(2)
     if overwrite:
-        save(URL, old)
+        save(old, URL)
     settings = {"durability": "local", "spill_dir": str(world.spill_dir)}
-    save(URL, new, overwrite=overwrite, settings=settings)
+    save(new, URL, overwrite=overwrite, settings=settings)
 
     def drain() -> bool:
         report = Drainer(SpillStore(world.spill_dir)).run()
@@ -307,6 +298,6 @@ def test_a_drain(world: World, overwrite: bool) -> None:
         check_new_or_old(world, done, new, old)
         if not done:
             drain()
-            load(URL, new)
+            assert_loads(URL, new)
 
     meet_every_fault(world, act, check)
