@@ -186,12 +186,9 @@ def save_and_load(server: FaultyServer, number: int, stager: S3Stager) -> None:
             dcp.save(state, storage_writer=writer)
     if number % 6 == 3:
         server.rule = lambda request: Fault.reset() if request.key.endswith(".distcp") else None
-        for name, wanted in (
-            ("step", make_state(0)),
-            ("nothing", make_state(0)),
-            ("step", {"weights": torch.zeros(3)}),
-        ):
-            loads.failure(lambda name=name, wanted=wanted: loads.load(wanted, f"{ROOT}/{name}"))
+        for name, size in (("step", MIB), ("nothing", MIB), ("step", 3)):
+            wanted, url = {"weights": torch.zeros(size)}, f"{ROOT}/{name}"
+            loads.failure(lambda wanted=wanted, url=url: loads.load(wanted, url))
     server.rule = lambda _: None
     target = loads.load(make_state(-1), f"{ROOT}/step")
     assert fails or torch.equal(target["weights"], state["weights"])
