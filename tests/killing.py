@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import logging
-import multiprocessing
 import multiprocessing.connection
 import os
 import re
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,7 +17,7 @@ from typing import Any
 
 from tests.faulty import FaultyServer
 from tests.memory_s3 import Fault
-from tests.preload import MODULES
+from tests.ranks import fork_server, lead
 
 LONGEST = 120.0  # seconds: many times what anything takes, for a busy machine
 
@@ -29,9 +26,7 @@ LONGEST = 120.0  # seconds: many times what anything takes, for a busy machine
 
 def new_process(function: Any, *arguments: Any, **options: Any) -> Any:
     """A process of the fork server, not started yet."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(MODULES)
-    return context.Process(target=function, args=arguments, kwargs=options)
+    return fork_server().Process(target=function, args=arguments, kwargs=options)
 
 
 @contextlib.contextmanager
@@ -230,9 +225,7 @@ def wait_until_quiet(server: FaultyServer) -> None:
 
 def begin(environment: Mapping[str, str], output: Path) -> None:
     """Take on an environment, write all output to a file, and end with the fork server."""
-    os.setsid()
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)
+    lead()
     number = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(number, 1)
     os.dup2(number, 2)

@@ -76,7 +76,7 @@ def run_ranks(
     and RanksTimedOut after `timeout` seconds. Either way no process is left. When a rank has failed, the others
     have `grace` seconds to end.
     """
-    context = _fork_server()
+    context = fork_server()
     deadline = time.monotonic() + timeout
     with tempfile.TemporaryDirectory(prefix="dcp-s3-ranks-") as directory:
         environment = {
@@ -101,7 +101,7 @@ def run_ranks(
 
 
 @functools.cache
-def _fork_server() -> Any:
+def fork_server() -> Any:
     """The context of the fork server, which has imported what it imports: on a busy machine that takes minutes."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(MODULES)
@@ -194,9 +194,7 @@ def _main(
     rendezvous: str, timeout: float, forget: str,
 ) -> None:  # fmt: skip
     """What a rank's process runs."""
-    os.setsid()
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # end with the fork server
+    lead()
     _take_on(environment, backoff)
     for name in [name for name in sys.modules if forget and name.partition(".")[0] == forget]:
         del sys.modules[name]
@@ -220,6 +218,13 @@ def _main(
     connection.close()
     with contextlib.suppress(Exception):
         dist.destroy_process_group()
+
+
+def lead() -> None:
+    """Lead a process group, and end with the fork server."""
+    os.setsid()
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)
 
 
 def _take_on(environment: Mapping[str, str], backoff: tuple[float, float]) -> None:

@@ -337,12 +337,10 @@ def _save(case: Case, url: str) -> None:
     if case.save == "sync":
         dcp.save(state, storage_writer=writer)
         return
-    with contextlib.ExitStack() as stack:
-        stager = None
-        if case.save != "async":
-            stager = stack.enter_context(S3Stager(asynchronous=case.save == "background"))
+    later = case.save == "background"
+    with contextlib.nullcontext() if case.save == "async" else S3Stager(asynchronous=later) as stager:
         future: Any = dcp.async_save(state, storage_writer=writer, async_stager=stager)
-        if case.save == "background":
+        if later:
             future.staging_completion.result(120)
             future = future.upload_completion
         with torch.no_grad():
