@@ -4,6 +4,7 @@ ranks, where any number of them loads what any other has saved."""
 from __future__ import annotations
 
 import copy
+import math
 import pickle
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -49,35 +50,25 @@ def in_boxes(full: torch.Tensor, boxes: list[Box]) -> torch.Tensor:
     return shard(parts, global_shape=full.shape, offsets=[offsets for offsets, _ in boxes])
 
 
-@pytest.mark.parametrize("parts", [(1, 1), (6, 1), (1, 5), (4, 3)])
-def test_boxes_are_saved_as_one_tensor_and_loaded_in_place(root: str, parts: tuple[int, int]) -> None:
-    save({"w": in_boxes(FULL, grid(SHAPE, parts))}, root)
-    assert torch.equal(read_tensor(root, "w"), FULL)
+@pytest.mark.parametrize(
+    ("shape", "parts"),
+    [(SHAPE, (1, 1)), (SHAPE, (6, 1)), (SHAPE, (1, 5)), (SHAPE, (4, 3)), ((), ()), ((0, 3), (1, 1)), ((3, 0), (1, 1))],
+)
+def test_boxes_are_saved_as_one_tensor_and_loaded_in_place(
+    root: str, shape: tuple[int, ...], parts: tuple[int, ...]
+) -> None:
+    full = torch.arange(float(math.prod(shape))).view(shape) + 1
+    save({"w": in_boxes(full, grid(shape, parts))}, root)
+    assert torch.equal(read_tensor(root, "w"), full)
     assert dcp_s3.verify(root, full=True).ok
-    whole = torch.zeros(SHAPE)
-    columns = [torch.nn.Parameter(torch.zeros(6, n)) for n in (2, 0, 3)]
-    target = shard(columns, global_shape=SHAPE, offsets=[(0, 0), (0, 2), (0, 2)])
+    boxes = grid(shape, (1, 8)[: len(shape)])  # columns, some of which are empty
     for planner in (DefaultLoadPlanner, S3LoadPlanner):
-        for tensor in (whole, *columns):
-            tensor.detach().zero_()
-        for state in ({"w": whole}, {"w": target}):
-            dcp.load(state, storage_reader=S3StorageReader(root), planner=planner())
-        assert torch.equal(whole, FULL)
-        assert torch.equal(torch.cat([column.detach() for column in columns], 1), FULL)
-
-
-@pytest.mark.parametrize("shape", [(), (0, 3), (3, 0)], ids=str)
-def test_tensors_of_no_dimension_and_of_no_element(root: str, shape: tuple[int, ...]) -> None:
-    def place(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
-        return {"w": shard(tensor, global_shape=shape, offsets=[0] * len(shape))}
-
-    value = torch.full(shape, 7.0)
-    save(place(value), root)
-    assert torch.equal(read_tensor(root, "w"), value)
-    for planner in (DefaultLoadPlanner(), S3LoadPlanner()):
-        found = torch.zeros(shape)
-        dcp.load(place(found), storage_reader=S3StorageReader(root), planner=planner)
-        assert torch.equal(found, value)
+        whole, columns = torch.zeros(shape), [torch.nn.Parameter(torch.zeros(sizes)) for _, sizes in boxes]
+        target = shard(columns, global_shape=shape, offsets=[offsets for offsets, _ in boxes])
+        for tensor in (whole, target):
+            dcp.load({"w": tensor}, storage_reader=S3StorageReader(root), planner=planner())
+        assert torch.equal(whole, full)
+        assert all(torch.equal(column.detach(), cut(full, box)) for column, box in zip(columns, boxes, strict=True))
 
 
 def test_another_shape_than_was_saved(root: str) -> None:
