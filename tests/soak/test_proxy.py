@@ -77,20 +77,18 @@ FORGED: dict[str, Fault] = {
 }
 
 
-class At:
-    """A rule for `FaultyServer`: a fault at request ``number`` (from 1), or from there on."""
+def at(number: int, fault: Fault, met: list[str], *, lasting: bool) -> Callable[[Any], Fault | None]:
+    """A rule for `FaultyServer`: a fault at request ``number`` (from 1), or from there on. ``met``: the requests."""
+    numbers = itertools.count(1)
 
-    def __init__(self, number: int, fault: Fault, *, lasting: bool) -> None:
-        self.number, self.fault, self.lasting = number, fault, lasting
-        self.count = 0
-        self.met: list[str] = []
+    def rule(request: Any) -> Fault | None:
+        here = next(numbers)
+        if here != number and not (lasting and here > number):
+            return None
+        met.append(f"{request.operation} {request.key or request.query.get('prefix', '')}")
+        return fault
 
-    def __call__(self, request: Any) -> Fault | None:
-        self.count += 1
-        if self.count == self.number or (self.lasting and self.count > self.number):
-            self.met.append(f"{request.operation} {request.key or request.query.get('prefix', '')}")
-            return self.fault
-        return None
+    return rule
 
 
 class World:
@@ -189,7 +187,8 @@ def meet_every_fault(world: World, act: Callable[[], None], check: Callable[[boo
     moments = itertools.product(range(1, requests + 1), (False, True), range(min(FAULTS, len(FORGED))))
     for (number, lasting, _), name in zip(moments, itertools.cycle(FORGED), strict=False):
         world.put_back()
-        rule = world.server.rule = At(number, FORGED[name], lasting=lasting)
+        met: list[str] = []
+        world.server.rule = at(number, FORGED[name], met, lasting=lasting)
         done = None
         try:
             done = attempt(act)
@@ -198,7 +197,7 @@ def meet_every_fault(world: World, act: Callable[[], None], check: Callable[[boo
         except (Exception, CheckpointException) as error:  # noqa: BLE001 - all are reported together
             outcome = {True: "it succeeded", False: "it failed", None: "it broke"}[done]
             when = f"request {number} of {requests}{' and all after it' * lasting}"
-            failures.append(f"{when}: {name} ({', '.join(rule.met[:3])}); {outcome}: {error!r:.1000}")
+            failures.append(f"{when}: {name} ({', '.join(met[:3])}); {outcome}: {error!r:.1000}")
             print(failures[-1])
     assert not failures, "\n".join([f"{len(failures)} failed", *failures[:50]])
 
