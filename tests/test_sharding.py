@@ -317,10 +317,11 @@ def _save_shards(url: str, group: Any) -> None:
 
 
 def _reshard(root: str) -> None:
-    groups, mesh = {world: dist.new_group(list(range(world))) for world in WORLDS}, init_device_mesh("cpu", (4,))
+    mesh = init_device_mesh("cpu", (4,))
+    groups = {world: dist.new_group(list(range(4 - world, 4))) for world in WORLDS}  # whose numbers are not the ranks'
 
     def run(world: int, work: Callable[..., None], *args: Any) -> None:
-        if dist.get_rank() < world:
+        if dist.get_rank() >= 4 - world:
             work(*args, groups[world])
         dist.barrier()
 
@@ -344,10 +345,14 @@ def test_any_number_of_ranks_loads_what_any_other_saved(
     root: str, bucket: str, s3: Any, memory_server: S3Server, tmp_path: Path
 ) -> None:
     run_ranks(4, _reshard, root)
+    sizes = {info.name: info.world_size for info in dcp_s3.list_checkpoints(root)}
     for world in (4, 2):
         url = f"{root}/tp{world}"
         assert_same(dcp_s3.read_tensors(url), {f"model.{name}": each for name, each in full_state().items()})
         assert dcp_s3.verify(url, full=True).ok
+        # Ranks are numbered within the group.
+        names = [key.partition("/__")[2] for key in memory_server.handle.objects(bucket) if f"/tp{world}/__" in key]
+        assert {int(name.partition("_")[0]) for name in names} == set(range(sizes[f"tp{world}"])) == set(range(world))
     part = slice(3, 20), slice(1, 4)
     assert torch.equal(read_tensor(f"{root}/tp2", "model.qkv.weight", part), full_state()["qkv.weight"][part])
     [found] = read_by_torch(memory_server, download(s3, bucket, "run/tp4", tmp_path))

@@ -6,7 +6,6 @@ And ranks that load without each other: which metadata each of them gets, by whi
 from __future__ import annotations
 
 import contextlib
-import json
 import pickle
 import re
 import signal
@@ -36,7 +35,6 @@ from tests.memory_s3 import Fault
 from tests.objects import separate_objects
 from tests.ranks import run_ranks
 from tests.retention.making import committing_alone
-from tests.servers import S3Server
 
 
 def failure_of_load(url: str, state: Any = None, planner: Any = None, **arguments: Any) -> BaseException:
@@ -186,26 +184,6 @@ def failures_by_rank(outcome: Sequence[BaseException | None]) -> dict[int, BaseE
     first = outcome[0]
     assert isinstance(first, CheckpointException)
     return {rank: cause for rank, (cause, _) in first.failures.items()}
-
-
-def _subgroup_job(url: str) -> None:
-    members = dist.new_group([1, 2])
-    if dist.get_rank() == 0:
-        return
-    state = {"w": random_values(0, 9, 4), f"of_{dist.get_rank()}": dist.get_rank()}
-    dcp.save(state, storage_writer=S3StorageWriter(url), process_group=members)
-    found = {"w": torch.zeros(9, 4), "of_1": 0, "of_2": 0}
-    dcp.load(found, storage_reader=S3StorageReader(url), process_group=members)
-    assert_same(found, {"w": random_values(0, 9, 4), "of_1": 1, "of_2": 2})
-
-
-def test_a_process_group_that_is_a_part_of_the_world(root: str, bucket: str, memory_server: S3Server) -> None:
-    run_ranks(3, _subgroup_job, root)
-    keys = memory_server.handle.objects(bucket)
-    (manifest,) = (memory_server.handle.read(bucket, key) for key in keys if "/manifest-" in key)
-    assert json.loads(manifest)["world_size"] == 2
-    # Ranks are numbered within the group.
-    assert _ranks_with_objects(keys) == {0, 1}
 
 
 def _large_state(fill: float) -> dict[str, Any]:
