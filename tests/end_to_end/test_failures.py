@@ -10,7 +10,7 @@ import pickle
 import re
 import signal
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -168,30 +168,21 @@ def distribute(full: torch.Tensor) -> DTensor:
     return distribute_tensor(full, mesh, [Shard(0)], src_data_rank=None)
 
 
-def rank_of(key: str) -> int:
-    match = re.search(r"__(\d+)_\d+-[0-9a-f]+\.distcp$", key)
-    assert match, key
-    return int(match[1])
+def ranks_of(keys: Iterable[str]) -> list[int]:
+    """Who wrote these objects."""
+    found = (re.search(r"__(\d+)_\d+-[0-9a-f]+\.distcp$", key) for key in keys if key.endswith(".distcp"))
+    return sorted(int(each[1]) for each in found if each)
 
 
-def failures_by_rank(outcome: Sequence[BaseException | None]) -> dict[int, BaseException]:
+def failures_by_rank(outcome: Sequence[CheckpointException]) -> dict[int, BaseException]:
     """What failed on which rank; every rank must have been told the same."""
-    told = []
-    for error in outcome:
-        assert isinstance(error, CheckpointException), repr(error)
-        told.append({rank: (type(cause), str(cause)) for rank, (cause, _) in error.failures.items()})
+    told = [{rank: (type(cause), str(cause)) for rank, (cause, _) in each.failures.items()} for each in outcome]
     assert all(each == told[0] for each in told), told
-    first = outcome[0]
-    assert isinstance(first, CheckpointException)
-    return {rank: cause for rank, (cause, _) in first.failures.items()}
+    return {rank: cause for rank, (cause, _) in outcome[0].failures.items()}
 
 
 def _large_state(fill: float) -> dict[str, Any]:
     return {f"e{n}": distribute(torch.full((2, 1_500_000), fill + n)) for n in range(4)}
-
-
-def _ranks_with_objects(keys: Any) -> set[int]:
-    return {rank_of(key) for key in keys if key.endswith(".distcp")}
 
 
 def _overwrite_failing(url: str) -> CheckpointException:
@@ -234,7 +225,7 @@ def test_s3_refuses_one_object_of_one_rank(
     keys = set(faulty.s3.objects(BUCKET))
     metadata = load_metadata(faulty.s3.read(BUCKET, "run/.metadata"), url="here")
     left = keys - {f"run/{info.relative_path}" for info in metadata.storage_data.values()}
-    assert _ranks_with_objects(left) <= {1 - rank}
+    assert {*ranks_of(left)} <= {1 - rank}
     assert len([key for key in keys if "manifest" in key]) == 1
 
 
@@ -295,7 +286,7 @@ def _save_alone_once() -> None:
     _load_on_ranks()
 
 
-def _load_with_one_missing() -> BaseException | None:
+def _load_with_one_missing() -> CheckpointException:
     plain = torch.zeros(5)
     with pytest.raises(CheckpointException) as caught:
         load({"plain": plain}, URL)
@@ -311,7 +302,7 @@ def test_each_rank_commits_and_loads_for_itself(
     assert {"run/__0.metadata", "run/__1.metadata"} <= set(objects)
     assert "run/.metadata" not in objects
     # Nothing is left of the saves that were refused.
-    assert sorted(rank_of(key) for key in objects if key.endswith(".distcp")) == [0, 1]
+    assert ranks_of(objects) == [0, 1]
 
     asked.clear()
     assert run_ranks(2, _load_on_ranks, True) == [0, 0]
