@@ -171,7 +171,7 @@ def distribute(full: torch.Tensor) -> DTensor:
 def ranks_of(keys: Iterable[str]) -> list[int]:
     """Who wrote these objects."""
     found = (re.search(r"__(\d+)_\d+-[0-9a-f]+\.distcp$", key) for key in keys if key.endswith(".distcp"))
-    return sorted(int(each[1]) for each in found if each)
+    return sorted(int(each[1]) for each in found)  # type: ignore[index]
 
 
 def failures_by_rank(outcome: Sequence[CheckpointException]) -> dict[int, BaseException]:
