@@ -24,19 +24,15 @@ class Counted:
     def __init__(self) -> None:
         self.names: list[str] = []
         """Functions of torch.distributed that were called, on any group."""
-        self._first = self._count()
+        self._first = 0
+        self._first = self.number
 
     @property
     def number(self) -> int:
         """Operations that the default group counted, whoever called them."""
-        return self._count() - self._first
-
-    @staticmethod
-    def _count() -> int:
         if not dist.is_initialized():
             return 0
-        number: int = dist.group.WORLD._get_sequence_number_for_group()  # type: ignore[union-attr]
-        return number
+        return dist.group.WORLD._get_sequence_number_for_group() - self._first  # type: ignore[union-attr]
 
 
 @contextlib.contextmanager

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import logging
-import multiprocessing
 import multiprocessing.connection
 import os
 import re
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,16 +17,16 @@ from typing import Any
 
 from tests.faulty import FaultyServer
 from tests.memory_s3 import Fault
-from tests.preload import MODULES
+from tests.ranks import fork_server, lead
+
+LONGEST = 120.0  # seconds: many times what anything takes, for a busy machine
 
 # --- in the test ----------------------------------------------------------------------------------------
 
 
 def new_process(function: Any, *arguments: Any, **options: Any) -> Any:
     """A process of the fork server, not started yet."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(MODULES)
-    return context.Process(target=function, args=arguments, kwargs=options)
+    return fork_server().Process(target=function, args=arguments, kwargs=options)
 
 
 @contextlib.contextmanager
@@ -56,6 +53,20 @@ def kill_all(processes: Sequence[Any]) -> None:
         process.join()
 
 
+def wait_until(done: Callable[[], bool], alive: Sequence[Any] = ()) -> None:
+    """Wait for something that these processes have to do before they end."""
+    deadline = time.monotonic() + LONGEST
+    while not done():
+        assert time.monotonic() < deadline, "it does not come so far"
+        assert all(process.exitcode is None for process in alive), "a process ended before"
+        time.sleep(0.005)
+
+
+def join_all(processes: Sequence[Any]) -> None:
+    """Wait for the end of all."""
+    wait_until(lambda: all(process.exitcode is not None for process in processes))
+
+
 def read_lines(report: Path) -> list[str]:
     """What a process has said so far."""
     try:
@@ -65,14 +76,8 @@ def read_lines(report: Path) -> list[str]:
 
 
 class AtRequest:
-    """A moment: the ``count``-th request of a kind has come, and its answer has not gone.
-
-    Args:
-        operation: S3's name of it.
-        count: which one, from 1.
-        applied: whether the server does what was asked; whoever asked is dead by then.
-        key: count only requests for keys that contain this.
-    """
+    """A moment: the ``count``-th request of a kind (from 1; for keys that contain ``key``) has come, and its answer has
+    not gone. Whoever asked is dead before the server does what was asked, if it is to be ``applied``."""
 
     def __init__(self, operation: str, count: int = 1, *, applied: bool, key: str = "") -> None:
         self.reached = threading.Event()
@@ -163,6 +168,8 @@ class Shooting:
     ) -> None:
         self._processes, self._left, self._spares = processes, list(shots), spares
         self._lock, self._released = threading.Lock(), threading.Event()
+        self.release = self._released.set
+        """Let the requests of stopped processes go on."""
         self.hit: list[int] = []
         self.done: dict[int, list[tuple[str, str]]] = {rank: [] for rank in range(len(processes))}
         """Operations and keys of the requests that were let through, by rank."""
@@ -178,10 +185,6 @@ class Shooting:
         finally:
             server.rule = rule
             self.release()
-
-    def release(self) -> None:
-        """Let the requests of stopped processes go on."""
-        self._released.set()
 
     def _look(self, request: Any) -> Fault | None:
         rank = rank_of(request)
@@ -214,10 +217,7 @@ class Shooting:
 
 def wait_until_quiet(server: FaultyServer) -> None:
     """Wait until the server has dealt with everything that the dead had sent."""
-    deadline = time.monotonic() + 30
-    while server.s3._connections:
-        assert time.monotonic() < deadline, "somebody is still connected"
-        time.sleep(0.01)
+    wait_until(lambda: not server.s3._connections)
 
 
 # --- in the process that is killed ------------------------------------------------------------------------
@@ -225,9 +225,7 @@ def wait_until_quiet(server: FaultyServer) -> None:
 
 def begin(environment: Mapping[str, str], output: Path) -> None:
     """Take on an environment, write all output to a file, and end with the fork server."""
-    os.setsid()
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)
+    lead()
     number = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(number, 1)
     os.dup2(number, 2)

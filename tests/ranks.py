@@ -26,7 +26,6 @@ import time
 import traceback
 import types
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
@@ -77,7 +76,7 @@ def run_ranks(
     and RanksTimedOut after `timeout` seconds. Either way no process is left. When a rank has failed, the others
     have `grace` seconds to end.
     """
-    context = _fork_server()
+    context = fork_server()
     deadline = time.monotonic() + timeout
     with tempfile.TemporaryDirectory(prefix="dcp-s3-ranks-") as directory:
         environment = {
@@ -87,16 +86,14 @@ def run_ranks(
             "MASTER_ADDR": "127.0.0.1",
             **(env or {}),
         }
-        rendezvous = str(Path(directory) / "rendezvous")
         # Unpickled by the ranks themselves: this imports the module of `fn`.
         work = bytes(ForkingPickler.dumps((fn, args)))
+        common = (_backoff(), str(Path(directory) / "rendezvous") if group else "", timeout, forget)
         ranks: list[_Rank] = []
         try:
             for rank in range(world_size):
-                backoff = (retry.BACKOFF_BASE, retry.BACKOFF_CAP)
-                meeting = rendezvous if group else ""
-                call = _Call(rank, world_size, work, environment, meeting, timeout, forget, backoff)
-                ranks.append(_Rank(context, call))
+                its = {"RANK": f"{rank}", "LOCAL_RANK": f"{rank}", "WORLD_SIZE": f"{world_size}"}
+                ranks.append(_Rank(context, rank, work, {**environment, **its}, *common))
             return _collect(ranks, deadline, timeout, grace)
         finally:
             for each in ranks:
@@ -104,7 +101,7 @@ def run_ranks(
 
 
 @functools.cache
-def _fork_server() -> Any:
+def fork_server() -> Any:
     """The context of the fork server, which has imported what it imports: on a busy machine that takes minutes."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(MODULES)
@@ -114,28 +111,18 @@ def _fork_server() -> Any:
     return context
 
 
-@dataclass
-class _Call:
-    """What a rank needs to know; pickled."""
-
-    rank: int
-    world_size: int
-    work: bytes
-    environment: dict[str, str]
-    rendezvous: str
-    timeout: float
-    forget: str
-    backoff: tuple[float, float]
+def _backoff() -> tuple[float, float]:
+    return retry.BACKOFF_BASE, retry.BACKOFF_CAP
 
 
 class _Rank:
-    """One rank as the parent sees it."""
+    """One rank as the parent sees it; ``arguments`` are those of `_main`."""
 
-    def __init__(self, context: Any, call: _Call) -> None:
-        self.number = call.rank
+    def __init__(self, context: Any, number: int, *arguments: Any) -> None:
+        self.number = number
         self.connection: Connection
         self.connection, theirs = context.Pipe(duplex=False)
-        self.process = context.Process(target=_main, args=(call, theirs), name=f"rank-{call.rank}")
+        self.process = context.Process(target=_main, args=(theirs, *arguments), name=f"rank-{number}")
         self.process.start()
         theirs.close()  # ours: so that the pipe ends when the rank does
 
@@ -202,14 +189,14 @@ def _collect(ranks: list[_Rank], deadline: float, timeout: float, grace: float) 
     return [results[each.number] for each in ranks]
 
 
-def _main(call: _Call, connection: Connection) -> None:
+def _main(
+    connection: Connection, work: bytes, environment: Mapping[str, str], backoff: tuple[float, float],
+    rendezvous: str, timeout: float, forget: str,
+) -> None:  # fmt: skip
     """What a rank's process runs."""
-    os.setsid()
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # end with the fork server
-    _take_on(call.environment, call.backoff)
-    os.environ.update(RANK=str(call.rank), LOCAL_RANK=str(call.rank), WORLD_SIZE=str(call.world_size))
-    for name in [name for name in sys.modules if call.forget and name.partition(".")[0] == call.forget]:
+    lead()
+    _take_on(environment, backoff)
+    for name in [name for name in sys.modules if forget and name.partition(".")[0] == forget]:
         del sys.modules[name]
     import torch
     import torch.distributed as dist
@@ -217,15 +204,11 @@ def _main(call: _Call, connection: Connection) -> None:
     torch.set_num_threads(1)
     _fork_checkpoint_processes()
     try:
-        fn, args = pickle.loads(call.work)
-        if call.rendezvous:
-            dist.init_process_group(
-                "gloo",
-                init_method=f"file://{call.rendezvous}",
-                rank=call.rank,
-                world_size=call.world_size,
-                timeout=timedelta(seconds=call.timeout),
-            )
+        fn, args = pickle.loads(work)
+        if rendezvous:
+            init, limit = f"file://{rendezvous}", timedelta(seconds=timeout)
+            rank, world_size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
+            dist.init_process_group("gloo", init_method=init, rank=rank, world_size=world_size, timeout=limit)
             dist.barrier()  # a rank that ended at once would break the connections that others still make
         result = fn(*args)
         answer = pickle.dumps((True, result))
@@ -237,7 +220,14 @@ def _main(call: _Call, connection: Connection) -> None:
         dist.destroy_process_group()
 
 
-def _take_on(environment: dict[str, str], backoff: tuple[float, float]) -> None:
+def lead() -> None:
+    """Lead a process group, and end with the fork server."""
+    os.setsid()
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)
+
+
+def _take_on(environment: Mapping[str, str], backoff: tuple[float, float]) -> None:
     """Make this process, which knows the fork server's only, like the one that asked for it."""
     os.environ.clear()
     os.environ.update(environment)
@@ -254,8 +244,7 @@ def _fork_checkpoint_processes() -> None:
     forkserver._forkserver.ensure_running = lambda: None
 
     def process(*, target: Any, args: Any, **options: Any) -> Any:
-        like_this = (dict(os.environ), (retry.BACKOFF_BASE, retry.BACKOFF_CAP))
-        return context.Process(target=_checkpoint_process, args=(*like_this, target, args), **options)
+        return context.Process(target=_checkpoint_process, args=(dict(os.environ), _backoff(), target, args), **options)
 
     started = types.SimpleNamespace(Pipe=context.Pipe, Process=process)
     executor.mp = types.SimpleNamespace(get_context=lambda _: started)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -13,9 +13,12 @@ from dcp_s3 import S3StorageReader, S3StorageWriter
 from tests.end_to_end.states import assert_same, blank
 
 
-def save(state: Any, url: str | None, **writer: Any) -> Any:
-    """By a writer with these arguments; returns the metadata."""
-    return dcp.save(state, storage_writer=S3StorageWriter(url, **writer))
+def save(state: Any, url: str | None, attach: Mapping[str, bytes] | None = None, **writer: Any) -> Any:
+    """By a writer with these arguments and attachments; returns the metadata."""
+    made = S3StorageWriter(url, **writer)
+    for name, data in (attach or {}).items():
+        made.attach(name, data)
+    return dcp.save(state, storage_writer=made)
 
 
 def load(state: Any, url: str | None, **reader: Any) -> Any:

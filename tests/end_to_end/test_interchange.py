@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -12,16 +12,14 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint._extension import ExtensionRegistry, StreamTransformExtension
 
-from dcp_s3 import S3StorageReader, S3StorageWriter, errors
-from tests.end_to_end import foreign
-from tests.end_to_end.loads import failure
-from tests.end_to_end.states import assert_same, blank, random_tensor
+from dcp_s3 import S3StorageReader, errors
+from tests.end_to_end import loads, states
+from tests.end_to_end.states import assert_same, random_tensor
 from tests.load.test_foreign_items import Boxes
 from tests.ranks import run_ranks
 from tests.servers import S3Server
 
-PART_SIZE = 5 * 2**20
-SETTINGS = {"part_size": PART_SIZE}
+SETTINGS = {"part_size": 5 * 2**20}
 
 
 def run_foreign(server: S3Server, fn: Any, *args: Any) -> Any:
@@ -29,15 +27,10 @@ def run_foreign(server: S3Server, fn: Any, *args: Any) -> Any:
     return run_ranks(1, fn, *args, env={"AWS_ENDPOINT_URL": server.endpoint_url}, forget="dcp_s3")[0]
 
 
-def save(url: str, *, max_objects: int = 3, **settings: Any) -> None:
-    writer = S3StorageWriter(url, max_objects=max_objects, settings={**SETTINGS, **settings})
-    dcp.save(foreign.interchange_state(), storage_writer=writer)
-
-
-def check_load(url: str) -> None:
-    found = blank(foreign.interchange_state())
-    dcp.load(found, storage_reader=S3StorageReader(url, settings=SETTINGS))
-    foreign.assert_same_interchange_state(found)
+def read_by_torch(server: S3Server, *directories: Path) -> list[dict[str, Any]]:
+    """All that is in each of them."""
+    data = run_foreign(server, states.read_directories, list(map(str, directories)))
+    return torch.load(io.BytesIO(data), weights_only=False)  # type: ignore[no-any-return]
 
 
 def download(s3: Any, bucket: str, prefix: str, directory: Path) -> Path:
@@ -54,39 +47,22 @@ def upload(s3: Any, bucket: str, prefix: str, directory: Path) -> None:
             s3.upload_file(str(path), bucket, f"{prefix}/{path.relative_to(directory)}")
 
 
-def test_torch_reads_a_downloaded_checkpoint(server: S3Server, s3: Any, bucket: str, root: str, tmp_path: Path) -> None:
-    save(root)
-    directory = download(s3, bucket, "run", tmp_path)
-    sizes = [path.stat().st_size for path in directory.glob("*.distcp")]
-    assert len(sizes) == foreign.OBJECTS
-    assert min(sizes) > PART_SIZE, "an object has only one part"
-    run_foreign(server, foreign.read, "filesystem", str(directory))
-
-
-@pytest.mark.parametrize(
-    ("client", "settings"),
-    [
-        ("fsspec", {}),
-        ("s3torchconnector", {}),
-        ("fsspec", {"checksum": "none"}),
-        ("s3torchconnector", {"checksum": "none", "max_objects": 1}),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("max_objects", "checksum"), [(3, "auto"), (1, "none")])
+@pytest.mark.parametrize("client", ["fsspec", "s3torchconnector"])
 def test_other_s3_clients_read_a_checkpoint_in_place(
-    server: S3Server, root: str, client: str, settings: dict[str, Any]
+    server: S3Server, root: str, client: str, max_objects: int, checksum: str
 ) -> None:
-    save(root, **settings)
-    run_foreign(server, foreign.read, client, root)
+    loads.save(states.interchange_state(), root, max_objects=max_objects, settings={**SETTINGS, "checksum": checksum})
+    run_foreign(server, states.read, client, root)
 
 
 def test_reads_what_torch_wrote_and_boto3_uploaded(
     server: S3Server, s3: Any, bucket: str, root: str, tmp_path: Path
 ) -> None:
-    run_foreign(server, foreign.write, "filesystem", str(tmp_path), {"single_file_per_rank": False, "thread_count": 2})
+    run_foreign(server, states.write, "filesystem", str(tmp_path), {"single_file_per_rank": False, "thread_count": 2})
     assert len(list(tmp_path.glob("*.distcp"))) >= 4
     upload(s3, bucket, "run", tmp_path)
-    check_load(root)
+    loads.assert_loads(root, states.interchange_state(), settings=SETTINGS)
 
 
 # s3torchconnector cannot write to the others: rclone answers CreateMultipartUpload with <InitiateMultipartUpload> where
@@ -94,8 +70,8 @@ def test_reads_what_torch_wrote_and_boto3_uploaded(
 @pytest.mark.servers("memory", "moto", "external")
 @pytest.mark.parametrize("client", ["fsspec", "s3torchconnector"])
 def test_reads_what_other_clients_wrote(server: S3Server, root: str, client: str) -> None:
-    run_foreign(server, foreign.write, client, root, {"thread_count": 2})
-    check_load(root)
+    run_foreign(server, states.write, client, root, {"thread_count": 2})
+    loads.assert_loads(root, states.interchange_state(), settings=SETTINGS)
 
 
 # --- stream extensions ---------------------------------------------------------------------------------
@@ -139,51 +115,23 @@ class _XorWriter(io.BytesIO):
         super().close()
 
 
-def registry() -> ExtensionRegistry:
-    found = ExtensionRegistry()
-    found.register(Xor)
-    return found
-
-
-def make_state() -> dict[str, Any]:
-    return {"x": random_tensor((60, 80), torch.float32), "zeros": torch.zeros(10, 5), "n": "text"}
-
-
-def load_through(state: Any, url: str, extension_registry: ExtensionRegistry | None) -> Any:
-    dcp.load(state, storage_reader=S3StorageReader(url, _extension_registry=extension_registry))
-    return state
-
-
-@pytest.fixture
-def save_through(s3: Any, bucket: str, root: str, tmp_path: Path) -> Callable[..., str]:
-    def save(state: Any, extensions: Sequence[StreamTransformExtension]) -> str:
-        writer = dcp.FileSystemWriter(tmp_path / "torch", sync_files=False, _extensions=extensions)
-        dcp.save(state, storage_writer=writer)
-        upload(s3, bucket, "run/torch", tmp_path / "torch")
-        return f"{root}/torch"
-
-    return save
-
-
 @pytest.mark.servers("memory")
 @pytest.mark.parametrize("extensions", [[Xor()], [Xor(1), Xor(2)]], ids=["one", "two"])
-def test_what_torch_wrote_through_extensions_is_read(
-    save_through: Callable[..., str], extensions: Sequence[StreamTransformExtension]
+def test_what_torch_wrote_through_extensions_is_read_and_an_unknown_one_is_named(
+    s3: Any, bucket: str, root: str, tmp_path: Path, extensions: Sequence[StreamTransformExtension]
 ) -> None:
-    state = make_state()
-    url = save_through(state, extensions)
-    assert_same(load_through(blank(state), url, registry()), state)
+    state = {"x": random_tensor((60, 80), torch.float32), "zeros": torch.zeros(10, 5), "n": "text"}
+    dcp.save(state, storage_writer=dcp.FileSystemWriter(tmp_path, sync_files=False, _extensions=extensions))
+    upload(s3, bucket, "run", tmp_path)
+    registry = ExtensionRegistry()
+    registry.register(Xor)
+    loads.assert_loads(root, state, _extension_registry=registry)
     # A box has to be cut from the whole decoded tensor: raw offsets mean nothing here.
-    part, reader = {"x": torch.zeros(6, 3)}, S3StorageReader(url, _extension_registry=registry())
+    part, reader = {"x": torch.zeros(6, 3)}, S3StorageReader(root, _extension_registry=registry)
     dcp.load(part, storage_reader=reader, planner=Boxes({"x": (3, 5)}))
     assert_same(part["x"], state["x"][3:9, 5:8])
-
-
-@pytest.mark.servers("memory")
-def test_an_unknown_extension_is_named_and_nothing_loaded(save_through: Callable[..., str]) -> None:
-    url = save_through({"x": torch.ones(30)}, [Xor()])
-    target = {"x": torch.zeros(30)}
-    error = failure(lambda: load_through(target, url, None), errors.DcpS3Error)
-    for part in ("'x'", url, "dcp_s3.tests.xor", "_extension_registry"):
-        assert part in str(error)
+    target = {"x": torch.zeros(60, 80)}
+    error = loads.failure(lambda: loads.load(target, root), errors.DcpS3Error)
+    for named in ("'x'", root, "dcp_s3.tests.xor", "_extension_registry"):
+        assert named in str(error)
     assert not target["x"].any()

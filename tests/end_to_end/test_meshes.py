@@ -19,6 +19,9 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed._shard import sharded_tensor
+from torch.distributed._shard.metadata import ShardMetadata
+from torch.distributed._shard.sharding_spec import ChunkShardingSpec
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
@@ -31,9 +34,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from dcp_s3 import CheckpointManager, S3StorageReader, S3StorageWriter, read_tensors, shard, verify
 from dcp_s3.format.metadata import load_metadata
 from tests.collectives import counted
-from tests.end_to_end import foreign
-from tests.end_to_end.states import assert_same, bits, every_kind, sharded_tensors
-from tests.end_to_end.test_interchange import download, run_foreign
+from tests.end_to_end.states import assert_same, bits, every_kind, local
+from tests.end_to_end.test_interchange import download, read_by_torch
 from tests.ranks import run_ranks
 from tests.servers import S3Server
 
@@ -77,27 +79,25 @@ class Job:
     """A model and its optimizer on a mesh, whose ranks alone have a state; or one on each rank ``alone``."""
 
     def __init__(self, mesh: Mesh, alone: bool = False) -> None:
-        self.mesh = mesh
         self.group = None if alone else dist.new_group(list(range(mesh.ranks)))
         self.inside = alone or dist.get_rank() < mesh.ranks
-        if alone:
-            self.model = _Uneven()
-            self.optimizer = torch.optim.AdamW(self.model.parameters())
-            return
-        names = ("fsdp", "tp") if mesh.kind == "tp" else ("replicate", "shard")
-        devices = DeviceMesh("cpu", torch.arange(mesh.ranks).view(mesh.shape), mesh_dim_names=names)
         self.model = _Uneven()
-        if not self.inside:
-            return
-        if mesh.kind == "tp":
-            split = {"first": ColwiseParallel(), "second": RowwiseParallel(), "last": ColwiseParallel()}
-            parallelize_module(self.model, devices["tp"], split)
-        if mesh.kind != "plain":
-            over = devices if mesh.kind == "hsdp" else devices["fsdp" if mesh.kind == "tp" else "shard"]
-            for layer in (self.model.first, self.model.second, self.model.last):
-                fully_shard(layer, mesh=over)
-            fully_shard(self.model, mesh=over)
+        if not alone:
+            names = ("fsdp", "tp") if mesh.kind == "tp" else ("replicate", "shard")
+            devices = DeviceMesh("cpu", torch.arange(mesh.ranks).view(mesh.shape), mesh_dim_names=names)
+            if self.inside:
+                self._place(mesh.kind, devices)
         self.optimizer = torch.optim.AdamW(self.model.parameters())
+
+    def _place(self, kind: str, devices: DeviceMesh) -> None:
+        model = self.model
+        if kind == "tp":
+            split = {"first": ColwiseParallel(), "second": RowwiseParallel(), "last": ColwiseParallel()}
+            parallelize_module(model, devices["tp"], split)
+        if kind != "plain":
+            over = devices if kind == "hsdp" else devices["fsdp" if kind == "tp" else "shard"]
+            for module in (model.first, model.second, model.last, model):
+                fully_shard(module, mesh=over)
 
     def state(self, flattened: bool) -> dict[str, Any]:
         options = StateDictOptions(flatten_optimizer_state_dict=flattened)
@@ -112,11 +112,10 @@ def tensors(state: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def expected_part(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    whole = full(name, tensor)
     if not isinstance(tensor, DTensor):
-        return whole
+        return full(name, tensor)
     sizes, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return whole[tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))]
+    return full(name, tensor)[tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))]
 
 
 def full(name: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -126,21 +125,11 @@ def full(name: str, tensor: torch.Tensor) -> torch.Tensor:
     return torch.randn(tensor.shape, generator=torch.Generator().manual_seed(seed), dtype=tensor.dtype)
 
 
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
-
-
 @torch.no_grad()
 def fill(state: dict[str, Any]) -> None:
     for name, tensor in tensors(state):
         if local(tensor).numel():
             local(tensor).copy_(expected_part(name, tensor))
-
-
-@torch.no_grad()
-def spoil(state: dict[str, Any]) -> None:
-    for _, tensor in tensors(state):
-        local(tensor).fill_(-7)
 
 
 def assert_loaded(state: dict[str, Any], mesh: Mesh, what: str) -> None:
@@ -168,17 +157,15 @@ def _save_and_load(root: str, saving: Mesh) -> list[str]:
     same = []
     for flattened in FLATTENED:
         url = f"{root}/{saving}-{flattened}"
-        state = jobs[saving].state(flattened)
+        state, group = jobs[saving].state(flattened), jobs[saving].group
         fill(state)
-        dcp.save(
-            state,
-            storage_writer=S3StorageWriter(url, process_group=jobs[saving].group),
-            process_group=jobs[saving].group,
-        )
+        dcp.save(state, storage_writer=S3StorageWriter(url, process_group=group), process_group=group)
         for mesh, job in jobs.items():
             if job.inside:
                 state = job.state(flattened)
-                spoil(state)
+                with torch.no_grad():
+                    for _, tensor in tensors(state):
+                        local(tensor).fill_(-7)
                 dcp.load(state, storage_reader=S3StorageReader(url), process_group=job.group)
                 assert_loaded(state, mesh, f"{saving} to {mesh}")
             same.append(f"{mesh}-{flattened}")
@@ -189,7 +176,6 @@ def _save_and_load(root: str, saving: Mesh) -> list[str]:
 @pytest.mark.quick("tp-1x4", "hsdp-2x2")
 @pytest.mark.parametrize("saving", SAVING, ids=str)
 def test_uneven_meshes_are_resharded_onto_each_other(root: str, saving: Mesh) -> None:
-    """What is saved without collectives is the same, see `test_merged`."""
     found = run_ranks(4, _save_and_load, root, saving)
     assert found == [[f"{mesh}-{flattened}" for flattened in FLATTENED for mesh in LOADING]] * 4
     for flattened in FLATTENED:
@@ -232,9 +218,7 @@ def make_state(mesh: Mesh) -> dict[str, Any]:
         state["weight"] = shard(own, global_shape=whole, offsets=(start, 0))
         state["norm"] = torch.zeros(7)
     elif mesh.kind == "sharded":
-        state["given"], state["by_spec"] = sharded_tensors(
-            lambda seed, *shape: full(("given", "by_spec")[seed], torch.empty(shape))
-        )
+        state["given"], state["by_spec"] = sharded_tensors()
     fill({name: each for name, each in state.items() if name not in ("given", "by_spec", "weight")})
     if mesh.kind == "kinds":
         torch.manual_seed(0)
@@ -242,9 +226,21 @@ def make_state(mesh: Mesh) -> dict[str, Any]:
     return state
 
 
+def sharded_tensors() -> tuple[Any, Any]:
+    """A ShardedTensor of given shards (3 + 5 rows), and one of a sharding spec (7 rows: 4 + 3)."""
+    start, rows = ((0, 3), (3, 5))[rank()]
+    own = full("given", torch.empty(8, 6))[start : start + rows].clone()
+    place = ShardMetadata([start, 0], [rows, 6], f"rank:{rank()}/cpu")
+    given = sharded_tensor.init_from_local_shards([sharded_tensor.Shard(own, place)], 8, 6)
+    by_spec = sharded_tensor.zeros(ChunkShardingSpec(0, ["rank:0/cpu", "rank:1/cpu"]), 7, 3)
+    for each in by_spec.local_shards():
+        first, count = each.metadata.shard_offsets[0], each.metadata.shard_sizes[0]
+        each.tensor.copy_(full("by_spec", torch.empty(7, 3))[first : first + count])
+    return given, by_spec
+
+
 def replicas_on(mesh: Mesh) -> Callable[[str], Sequence[int]] | None:
     places = mesh.shape[1]
-    everyone = range(mesh.ranks)
 
     def holders(fqn: str) -> Sequence[int]:
         if fqn.startswith(("of_rank_", "rng.")):
@@ -254,7 +250,7 @@ def replicas_on(mesh: Mesh) -> Callable[[str], Sequence[int]] | None:
             return range(first, first + places)
         if mesh.kind == "hand" and fqn == "weight":
             return range(rank() % places, mesh.ranks, places)
-        return everyone
+        return range(mesh.ranks)
 
     return holders if mesh.kind in ("stages", "hand") else None
 
@@ -307,9 +303,8 @@ def _check(server: S3Server, s3: Any, bucket: str, root: str, tmp_path: Path) ->
         assert look(server, bucket, url) == reference, way
         report = verify(url, full=True)
         assert report.ok, report.problems
-    directories = [str(download(s3, bucket, url.split("/", 3)[3], tmp_path / way)) for way, url in urls.items()]
-    run_foreign(server, foreign.convert_directories, directories, str(tmp_path / "all.pt"))
-    read = dict(zip(urls, torch.load(tmp_path / "all.pt", weights_only=False), strict=True))
+    directories = [download(s3, bucket, url.split("/", 3)[3], tmp_path / way) for way, url in urls.items()]
+    read = dict(zip(urls, read_by_torch(server, *directories), strict=True))
     for way, state in read.items():
         assert_same(state, read["together"], way)
     for name, value in read["together"].items():

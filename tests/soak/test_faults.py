@@ -3,21 +3,21 @@
 And joint saves each of whose PUTs goes wrong, and perhaps its retry: all ranks hear the same, and it is true.
 
 DCP_S3_TEST_CYCLES says how many cycles of save and load, and joint saves, there are on the in-memory server (10), and
-through the proxy (a tenth of it, 3 at least); DCP_S3_TEST_SEED what they do and which faults come (0). The cycle is in
-the message of a failure.
+through the proxy (a tenth of it, 3 at least); DCP_S3_TEST_SEED what they do and which faults come (0). What a failing
+test has printed says the cycle.
 """
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import logging
 import os
 import random
 import threading
 import time
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -25,15 +25,16 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
-from dcp_s3 import S3StorageReader, S3StorageWriter, errors, latest, list_checkpoints, prune, verify
+from dcp_s3 import S3StorageWriter, errors, latest, list_checkpoints, prune, verify
 from dcp_s3.coordination.identity import Attempt
 from dcp_s3.s3 import retry
 from dcp_s3.save import joint
 from dcp_s3.save.joint import JointSave
 from dcp_s3.settings import resolve_settings
 from dcp_s3.url import parse_url
-from tests.end_to_end.states import assert_same, blank, random_tensor
-from tests.faulty import BUCKET, FaultyProxy, FaultyServer, close_clients, serve
+from tests.end_to_end.loads import assert_loads
+from tests.end_to_end.states import random_tensor
+from tests.faulty import BUCKET, FaultyProxy, FaultyServer, close_clients
 from tests.memory_s3 import Fault
 
 CYCLES = int(os.environ.get("DCP_S3_TEST_CYCLES", "10"))
@@ -41,7 +42,7 @@ SEED = int(os.environ.get("DCP_S3_TEST_SEED", "0"))
 OTHER_BUCKET = "other-bucket"
 MIB = 2**20
 
-pytestmark = pytest.mark.counted
+pytestmark = [pytest.mark.counted, pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")]
 
 # One request fails this often in a row, at most: two less than DCP_S3_RETRY_ATTEMPTS's default. With more, a run of
 # thousands of requests would now and then meet eight faults in a row, and be right to fail.
@@ -54,16 +55,11 @@ CHANGES = {
 
 
 class Chaos:
-    """A rule for `FaultyServer`: what goes wrong with a request is drawn, and counted in ``injected``.
+    """A rule for `FaultyServer`: what goes wrong with a request is drawn. ``due`` are
+    (operation, part of the key, fault) that must come: the first request that fits meets it."""
 
-    Args:
-        seed: of the choices.
-        due: (operation, part of the key, fault) of those that must come; the first request that fits meets it.
-    """
-
-    def __init__(self, seed: int, due: Sequence[tuple[str, str, Fault]] = ()) -> None:
-        self.injected: Counter[str] = Counter()
-        self.due = list(due)
+    def __init__(self, seed: int) -> None:
+        self.due = list(DUE)
         self._rng = random.Random(seed)
         self._lock = threading.Lock()
         self._row: Counter[tuple[str, ...]] = Counter()
@@ -76,17 +72,14 @@ class Chaos:
                 *(request.query.get(name, "") for name in ("partNumber", "prefix", "delimiter", "continuation-token")),
             )  # fmt: skip
             fault = None if self._row[same] >= LONGEST_ROW else self._take_due(request) or self._draw(request)
-            if fault is None:
-                self._row[same] = 0
-                return None
-            self._row[same] += 1
-            self.injected[f"{fault.kind} {fault.status or ''}"] += 1
+            self._row[same] = 0 if fault is None else self._row[same] + 1
             return fault
 
     def _take_due(self, request: Any) -> Fault | None:
-        for number, (operation, key, fault) in enumerate(self.due):
+        for found in self.due:
+            operation, key, fault = found
             if operation == request.operation and key in request.key:
-                del self.due[number]
+                self.due.remove(found)
                 return fault
         return None
 
@@ -162,17 +155,15 @@ class Training:
         self.expected[url] = state
         # The memory of every state would add up.
         self.expected = dict(list(self.expected.items())[-8:])
-        self.check(url)
-        for what in (kind, "overwrite" if overwrite else "new", "large" if "large" in state else "small", root):
-            self.done[what] += 1
+        assert_loads(url, state)
+        self.done.update([kind, "overwrite" if overwrite else "new", "large" if "large" in state else "small", root])
 
-    def check(self, url: str) -> None:
-        loaded = blank(self.expected[url])
-        dcp.load(loaded, storage_reader=S3StorageReader(url))
-        assert_same(loaded, self.expected[url], url)
+    def check(self) -> None:
+        for url, state in self.expected.items():
+            assert_loads(url, state)
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def _short_waits(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(retry, "BACKOFF_BASE", 0.002)
     monkeypatch.setattr(retry, "BACKOFF_CAP", 0.02)
@@ -186,30 +177,19 @@ def _short_waits(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     close_clients()
 
 
-@contextlib.contextmanager
-def context(text: str) -> Iterator[None]:
-    try:
-        yield
-    except BaseException as error:
-        raise AssertionError(f"{text}: {error!r}") from error
-
-
 @pytest.mark.timeout(300 + CYCLES)
-@pytest.mark.usefixtures("_short_waits")
-def test_saves_and_loads_are_right_whatever_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    with serve(monkeypatch) as server:
-        server.s3.create_bucket(OTHER_BUCKET)
-        chaos = Chaos(SEED, DUE)
-        server.rule = chaos
-        training = Training(SEED, [BUCKET, BUCKET, OTHER_BUCKET])
-        for number in range(CYCLES):
-            with context(f"seed {SEED}, cycle {number}"):
-                training.cycle(number)
-                if number % 5 == 0:
-                    check_catalog(training)
-                server.s3.reset_counters()  # the log of requests grows
-        server.rule = lambda _: None
-        check_what_is_there(server, training)
+def test_saves_and_loads_are_right_whatever_fails(faulty: FaultyServer) -> None:
+    faulty.s3.create_bucket(OTHER_BUCKET)
+    chaos = faulty.rule = Chaos(SEED)
+    training = Training(SEED, [BUCKET, BUCKET, OTHER_BUCKET])
+    for number in range(CYCLES):
+        print(f"seed {SEED}, cycle {number}")
+        training.cycle(number)
+        if number % 5 == 0:
+            check_catalog(training)
+        faulty.s3.reset_counters()  # the log of requests grows
+    faulty.rule = lambda _: None
+    check_what_is_there(faulty, training)
     if CYCLES >= 30:
         assert chaos.due == []
         assert min(training.done.values()) >= 5, training.done
@@ -237,18 +217,16 @@ def check_what_is_there(server: FaultyServer, training: Training) -> None:
         for name in sorted(names):
             # An overwrite removed what it replaced, although some of the deletes failed at first.
             keys = [key for key in server.s3.objects(bucket) if key.startswith(f"run/{name}/")]
-            assert len([key for key in keys if "manifest" in key]) == 1, keys
-            assert len([key for key in keys if key.endswith(".distcp")]) <= 2, keys
+            assert sum("manifest" in key for key in keys) == 1, keys
+            assert sum(key.endswith(".distcp") for key in keys) <= 2, keys
         remove_lost_uploads(f"s3://{bucket}/run")
         assert server.s3.open_uploads(bucket) == []
-    for url in training.expected:
-        training.check(url)
+    training.check()
 
 
 @pytest.mark.soak
 @pytest.mark.servers("moto", "rclone")
 @pytest.mark.timeout(300 + 2 * CYCLES)
-@pytest.mark.usefixtures("_short_waits")
 def test_saves_and_loads_are_right_through_a_network_that_breaks(
     server: Any, bucket: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -261,11 +239,10 @@ def test_saves_and_loads_are_right_through_a_network_that_breaks(
         for number in itertools.count():
             if number >= cycles and set(proxy.cuts) == set(directions):
                 break
-            with context(f"seed {SEED}, cycle {number}, {proxy.cuts}"):
-                training.cycle(number)
+            print(f"seed {SEED}, cycle {number}, {proxy.cuts}")
+            training.cycle(number)
             close_clients()  # what is cut is drawn for each connection
-        for url in training.expected:
-            training.check(url)
+        training.check()
     close_clients()
     monkeypatch.setenv("DCP_S3_ENDPOINT_URL", server.endpoint_url)
     time.sleep(1.1)
@@ -274,19 +251,15 @@ def test_saves_and_loads_are_right_through_a_network_that_breaks(
 
 # --- joint saves ----------------------------------------------------------------------------------------
 
+HTML = {"Content-Type": "text/html"}
 KEYS = ("claim.json", ".intent.", ".roll.", ".part.", ".merged.", "manifest-", "/.metadata", ".distcp")
-
-
-def _forged(status: int) -> Fault:
-    return Fault.forge(status, b"<html/>", {"Content-Type": "text/html"}, applied=True)
 
 
 # S3 answers 409 to a conditional write beside another one, and to one that it tried again itself and had done.
 FAULTS = {
     "409": Fault.error(409, "ConditionalRequestConflict"),
-    "409 done": _forged(409),
     "412": Fault.error(412, "PreconditionFailed"),
-    "412 done": _forged(412),
+    **{f"{status} done": Fault.forge(status, b"<html/>", HTML, applied=True) for status in (409, 412)},
     "lost": Fault.reset(),
     "lost when done": Fault.apply_then_reset(),
     "late": Fault.delay(0.2),
@@ -326,65 +299,52 @@ class EveryPut:
             return FAULTS[name]
 
 
-def _state(number: int, rank: int) -> dict[str, torch.Tensor]:
-    return {"same": torch.full((1000,), float(number)), f"own-{rank}": torch.full((10,), float(number))}
-
-
-def _save(url: str, number: int, ranks: int, *, overwrite: bool) -> list[str]:
-    """What each rank hears."""
+def _save(url: str, number: int, ranks: int, *, overwrite: bool) -> None:
+    """By threads that are ranks; all must hear that it is saved."""
     settings = resolve_settings({"rank_timeout": 60.0})
-    told: dict[int, str] = {}
 
-    def run(rank: int) -> None:
+    def run(rank: int) -> str:
         attempt = Attempt("run", (0,), f"{number}", float(number), ranks, rank)
         made = JointSave(parse_url(url), "", settings, overwrite=overwrite, attempt=attempt, of_step=number)
         planner = DefaultSavePlanner()
-        planner.set_up_planner(_state(number, rank), None, True)
+        state = {"same": torch.full((1000,), float(number)), f"own-{rank}": torch.full((10,), float(number))}
+        planner.set_up_planner(state, None, True)
         try:
             plan = made.prepare_local_plan(planner.create_local_plan())
             plans, metadata = planner.create_global_plan([plan])
             made.write_data(planner.finish_plan(plans[0]), planner)
             made.finish(metadata, [])
-            told[rank] = "saved"
         except errors.DcpS3Error as error:
-            told[rank] = f"failed: {error}"
+            return f"failed: {error}"
+        return "saved"
 
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(ranks)]
-    for each in threads:
-        each.start()
-    for each in threads:
-        each.join()
-    return [told[rank] for rank in range(ranks)]
+    with ThreadPoolExecutor(ranks) as pool:
+        told = list(pool.map(run, range(ranks)))
+    assert told == ["saved"] * ranks, (number, told)
 
 
 @pytest.mark.timeout(300 + 30 * CYCLES)
-@pytest.mark.usefixtures("_short_waits")
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 def test_whatever_is_answered_to_each_put_of_a_joint_save_it_is_whole(faulty: FaultyServer) -> None:
-    """The ranks are threads."""
     every = EveryPut(SEED)
     # The first save of a process looks whether the store keeps conditions: a 412 then would say that it does not.
-    assert _save(f"s3://{BUCKET}/run/first", 0, 2, overwrite=False) == ["saved"] * 2
+    _save(f"s3://{BUCKET}/run/first", 0, 2, overwrite=False)
     for number in range(1, CYCLES + 1):
-        overwrite = number % 2 == 0
+        overwrite, ranks = number % 2 == 0, 2 + number % 2
         url = f"s3://{BUCKET}/run/step-{number - number % 4 if overwrite else number}"
         faulty.rule = every
-        told = _save(url, number, 2 + number % 2, overwrite=overwrite)
+        _save(url, number, ranks, overwrite=overwrite)
         faulty.rule = lambda _: None
-        assert told == ["saved"] * (2 + number % 2), (number, told)
-        loaded = {f"own-{rank}": torch.zeros(10) for rank in range(2 + number % 2)} | {"same": torch.zeros(1000)}
-        dcp.load(loaded, storage_reader=S3StorageReader(url), no_dist=True)
-        assert all((value == float(number)).all() for value in loaded.values()), (number, loaded)
+        own = {f"own-{rank}": torch.full((10,), float(number)) for rank in range(ranks)}
+        assert_loads(url, {"same": torch.full((1000,), float(number)), **own})
         assert verify(url, full=True).ok
     if CYCLES >= 50:
-        met = {name: {fault for where, fault in every.met if where == name} for name, _ in every.met}
+        met: dict[str, Counter[str]] = defaultdict(Counter)
+        for (name, fault), times in every.met.items():
+            met[name][fault] += times
         assert {name for name in met if "if-" in name} >= {
             "claim.json if-none-match", "claim.json if-match", ".intent. if-none-match", ".part. if-none-match",
             "/.metadata if-none-match", "/.metadata if-match",
         }  # fmt: skip
-        written = Counter[str]()
-        for (name, _), times in every.met.items():
-            written[name] += times
-        often = {name: found for name, found in met.items() if written[name] > 2 * len(FAULTS)}
-        missing = {name: set(_faults(name.split()[-1])) - found for name, found in often.items()}
+        often = {name: found for name, found in met.items() if found.total() > 2 * len(FAULTS)}
+        missing = {name: set(_faults(name.split()[-1])) - {*found} for name, found in often.items()}
         assert not any(missing.values()), missing

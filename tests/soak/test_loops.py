@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
-import itertools
 import logging
 import os
 import random
@@ -19,6 +18,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +27,11 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
-from dcp_s3 import CheckpointCatalog, S3Stager, S3StorageReader, S3StorageWriter, latest, prune
+from dcp_s3 import CheckpointCatalog, S3Stager, S3StorageWriter, latest, prune
 from dcp_s3.errors import CheckpointNotFoundError
 from dcp_s3.s3 import retry
+from tests.end_to_end import loads
+from tests.end_to_end.states import assert_same, blank, random_values
 from tests.faulty import BUCKET, FaultyServer
 from tests.memory_s3 import Fault
 from tests.objects import separate_objects
@@ -47,7 +49,7 @@ def state(number: int) -> dict[str, Any]:
 def save(number: int) -> None:
     time.sleep(0.1)  # the training
     with separate_objects("other"):
-        dcp.save(state(number), storage_writer=S3StorageWriter(f"{ROOT}/step-{number}"), no_dist=True)
+        loads.save(state(number), f"{ROOT}/step-{number}")
 
 
 def dawdle(request: Any) -> Fault | None:
@@ -59,16 +61,12 @@ def dawdle(request: Any) -> Fault | None:
 
 def restore(done: Counter[str]) -> int:
     """The latest, as a job would: one that vanished before its lease was written is no failure, and there is another.
-
-    Returns:
-        Its number.
-    """
+    Its number."""
     while True:
         found = latest(ROOT)
         assert found is not None
-        loaded: dict[str, Any] = {"number": 0, "weight": torch.zeros(1000), "other": torch.zeros(50)}
         try:
-            dcp.load(loaded, storage_reader=S3StorageReader(found.url), no_dist=True)
+            loaded = loads.load(blank(state(0)), found.url)
         except CheckpointException as error:
             ((cause, _),) = error.failures.values()
             if not isinstance(cause, CheckpointNotFoundError):
@@ -77,7 +75,7 @@ def restore(done: Counter[str]) -> int:
             continue
         number = int(loaded["number"])
         assert number == found.step
-        assert bool((loaded["weight"] == number).all() and (loaded["other"] == -number).all())
+        assert_same(loaded, state(number))
         return number
 
 
@@ -89,16 +87,16 @@ def test_no_reader_and_no_save_ever_fails(faulty: FaultyServer, monkeypatch: pyt
     faulty.rule = dawdle
     done: Counter[str] = Counter()
     failures: list[BaseException] = []
-    newest = [1]
+    newest = 1
 
     def read() -> None:
-        before = newest[0]
+        before = newest
         assert restore(done) >= before, "an older one, although a newer was there before it began"
 
-    def write(numbers: Iterator[int]) -> None:
-        number = next(numbers)
-        save(number)
-        newest[0] = number
+    def write() -> None:
+        nonlocal newest
+        save(newest + 1)
+        newest += 1
 
     def delete() -> None:
         report = prune(ROOT, "latest:2", grace="1h")
@@ -115,15 +113,10 @@ def test_no_reader_and_no_save_ever_fails(faulty: FaultyServer, monkeypatch: pyt
         except BaseException as error:  # noqa: BLE001 - CheckpointException is no Exception
             failures.append(error)
 
-    numbers = itertools.count(2)
-    threads = [
-        threading.Thread(target=loop, args=arguments)
-        for arguments in (("saves", lambda: write(numbers)), ("restores", read), ("restores", read), ("prunes", delete))
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    work = (("saves", write), ("restores", read), ("restores", read), ("prunes", delete))
+    with ThreadPoolExecutor(len(work)) as pool:
+        for name, each in work:
+            pool.submit(loop, name, each)
     print(dict(done))
     faulty.rule = lambda _: None
     if failures:
@@ -131,7 +124,7 @@ def test_no_reader_and_no_save_ever_fails(faulty: FaultyServer, monkeypatch: pyt
     assert min(done["saves"], done["restores"], done["prunes"], done["deleted"]) > 0
     prune(ROOT, "latest:2", grace="1h")
     infos = CheckpointCatalog(ROOT).scan().checkpoints
-    assert [info.step for info in infos] == [newest[0] - 1, newest[0]]
+    assert [info.step for info in infos] == [newest - 1, newest]
     assert [info.damage for info in infos] == [None, None]
     assert {key.split("/")[1] for key in faulty.s3.objects(BUCKET)} == {info.name for info in infos}
 
@@ -141,7 +134,6 @@ def test_no_reader_and_no_save_ever_fails(faulty: FaultyServer, monkeypatch: pyt
 LOOPS = int(os.environ.get("DCP_S3_TEST_LOOPS", "60"))
 WARM_UP = 20
 MIB = 2**20
-STATE_BYTES = 4 * MIB
 # A copy of the state lost in each save of one of the six kinds is more than this with 60 of them; what the allocator
 # and the interpreter do was 12 MiB.
 GROWTH_BYTES = 24 * MIB
@@ -154,14 +146,11 @@ class Process:
         gc.collect()
         ctypes.CDLL(None).malloc_trim(0)
         self.threads = Counter(thread.name.rstrip("0123456789-_") for thread in threading.enumerate())
-        self.files = Counter(_kind(entry) for entry in Path("/proc/self/fd").iterdir())
+        self.files: Counter[str] = Counter()
+        for entry in Path("/proc/self/fd").iterdir():
+            with contextlib.suppress(FileNotFoundError):  # the directory's own
+                self.files[os.readlink(entry).partition(":")[0]] += 1
         self.memory = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
-def _kind(entry: Path) -> str:
-    with contextlib.suppress(FileNotFoundError):  # the directory's own
-        return os.readlink(entry).partition(":")[0]
-    return ""
 
 
 @pytest.fixture
@@ -176,59 +165,35 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def make_state(seed: int) -> dict[str, Any]:
-    generator = torch.Generator().manual_seed(seed)
-    return {"weights": torch.rand(STATE_BYTES // 4, generator=generator), "step": seed}
+    return {"weights": random_values(seed, MIB), "step": seed}
 
 
-class Loop:
-    """Saves that replace each other, and loads; each in a way of its own."""
-
-    def __init__(self, server: FaultyServer) -> None:
-        self.done: Counter[str] = Counter()
-        self._server = server
-        self._rng = random.Random(0)
-
-    def run(self, count: int, stager: S3Stager) -> None:
-        for number in range(count):
-            self._server.rule = lambda _: None
-            self._step(number, stager)
-            self._server.s3.reset_counters()  # its log of requests grows
-
-    def _step(self, number: int, stager: S3Stager) -> None:
-        kind = ("sync", "async", "async with a stager", "refused by S3", "async, refused by S3", "exists")[number % 6]
-        writer = S3StorageWriter(f"{ROOT}/step", overwrite=kind != "exists")
-        state = make_state(number)
-        if "refused" in kind:
-            operation = self._rng.choice(["PutObject", "GetObject"])
-            fault = self._rng.choice([Fault.error(503, "SlowDown"), Fault.reset(), Fault.reset_request(MIB)])
-            self._server.rule = lambda request: fault if request.operation == operation else None
-        with pytest.raises(CheckpointException) if "refused" in kind or kind == "exists" else contextlib.nullcontext():
-            if "async" in kind:
-                options = {"async_stager": stager} if "stager" in kind else {}
-                future: Any = dcp.async_save(state, storage_writer=writer, **options)
-                future.result()
-            else:
-                dcp.save(state, storage_writer=writer)
-        self.done[kind] += 1
-        if number % 6 == 3:
-            self._load_in_vain()
-        self._server.rule = lambda _: None
-        target = make_state(-1)
-        dcp.load(target, storage_reader=S3StorageReader(f"{ROOT}/step"))
-        if "refused" not in kind and kind != "exists":
-            assert torch.equal(target["weights"], state["weights"])
-        assert latest(ROOT) is not None
-
-    def _load_in_vain(self) -> None:
-        self._server.rule = lambda request: Fault.reset() if request.key.endswith(".distcp") else None
-        for url, target in (
-            (f"{ROOT}/step", make_state(0)),
-            (f"{ROOT}/nothing", make_state(0)),
-            (f"{ROOT}/step", {"weights": torch.zeros(3)}),
-        ):
-            with pytest.raises(CheckpointException):
-                dcp.load(target, storage_reader=S3StorageReader(url))
-        self.done["load in vain"] += 1
+def save_and_load(server: FaultyServer, number: int, stager: S3Stager) -> None:
+    """A save that replaces the one before in one of six ways, and loads."""
+    kind = ("sync", "async", "async with a stager", "refused by S3", "async, refused by S3", "exists")[number % 6]
+    writer = S3StorageWriter(f"{ROOT}/step", overwrite=kind != "exists")
+    state, fails = make_state(number), "refused" in kind or kind == "exists"
+    if "refused" in kind:
+        operation = ("PutObject", "GetObject")[number // 6 % 2]
+        fault = (Fault.error(503, "SlowDown"), Fault.reset(), Fault.reset_request(MIB))[number // 12 % 3]
+        server.rule = lambda request: fault if request.operation == operation else None
+    with pytest.raises(CheckpointException) if fails else contextlib.nullcontext():
+        if "async" in kind:
+            options = {"async_stager": stager} if "stager" in kind else {}
+            future: Any = dcp.async_save(state, storage_writer=writer, **options)
+            future.result()
+        else:
+            dcp.save(state, storage_writer=writer)
+    if number % 6 == 3:
+        server.rule = lambda request: Fault.reset() if request.key.endswith(".distcp") else None
+        for name, size in (("step", MIB), ("nothing", MIB), ("step", 3)):
+            wanted, url = {"weights": torch.zeros(size)}, f"{ROOT}/{name}"
+            loads.failure(lambda wanted=wanted, url=url: loads.load(wanted, url))
+    server.rule = lambda _: None
+    target = loads.load(make_state(-1), f"{ROOT}/step")
+    assert fails or torch.equal(target["weights"], state["weights"])
+    assert latest(ROOT) is not None
+    server.s3.reset_counters()  # its log of requests grows
 
 
 @pytest.mark.soak
@@ -236,13 +201,13 @@ class Loop:
 @pytest.mark.timeout(300 + LOOPS)
 @pytest.mark.usefixtures("small")
 def test_nothing_is_left_of_saves_and_loads(faulty: FaultyServer) -> None:
-    loop = Loop(faulty)
     with S3Stager() as stager:
-        loop.run(WARM_UP, stager)
+        for number in range(WARM_UP):
+            save_and_load(faulty, number, stager)
         before = Process()
-        loop.run(LOOPS, stager)
+        for number in range(LOOPS):
+            save_and_load(faulty, number, stager)
         after = Process()
-    assert len(loop.done) == 7
     assert after.threads == before.threads
     # Connections that broke were made anew; no more are kept than are used at once.
     for kind in before.files | after.files:

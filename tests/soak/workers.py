@@ -1,5 +1,5 @@
-"""Processes that are killed: a rank of two saves, most of them without collectives (tests/soak/test_kill_saves.py), and
-a training that is preempted, in lockstep with others (tests/soak/test_sigterm.py). They say what is done."""
+"""Processes that tests/soak/test_kill_saves.py kills: a rank of two saves, most of them without collectives, and a
+training that is preempted, in lockstep with others. They say what is done."""
 
 from __future__ import annotations
 
@@ -14,36 +14,37 @@ from typing import Any, Literal
 
 import torch
 
+from tests.faulty import BUCKET
 from tests.killing import access_key, begin, say
 
 Layout = Literal["sharded", "boxes", "plain", "fsdp", "hsdp"]
 """``sharded`` and ``boxes`` are made by `dcp_s3.shard`: each rank its own rows, or each two ranks the same. ``plain``:
 all ranks have all. ``fsdp`` and ``hsdp`` are DTensors, with rows as in ``sharded`` and ``boxes``."""
 
+ROOT = f"s3://{BUCKET}/run"
+_GLOO = {"GLOO_SOCKET_IFNAME": "lo", "MASTER_ADDR": "127.0.0.1"}
 _ROWS = 8
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Job:
     """What to do; pickled."""
 
-    root: str
-    """URL above the checkpoints."""
     directory: Path
     """For reports, output and rendezvous."""
     environment: Mapping[str, str]
     """All of it, but for what tells the ranks apart."""
-    layout: Layout
-    by: Literal["dcp", "manager", "separately", "collectives", "async"]
-    """What drives the saves: `dcp.save` without a process group, `CheckpointManager`, or what both rest on; with
-    collectives `dcp.save` or `dcp.async_save`."""
-    overwrite: bool
-    """Save to one URL again and again, otherwise to a new one each time."""
-    numbers: tuple[int, ...]
-    """The saves: the first begins at once, others when the test says so."""
     rank: int
     world_size: int
     attempt: int = 0
+    layout: Layout = "sharded"
+    by: Literal["dcp", "manager", "separately", "collectives", "async"] = "manager"
+    """What drives the saves: `dcp.save` without a process group, `CheckpointManager`, or what both rest on; with
+    collectives `dcp.save` or `dcp.async_save`."""
+    overwrite: bool = False
+    """Save to one URL again and again, otherwise to a new one each time."""
+    numbers: tuple[int, ...] = (1, 2)
+    """The saves: the first begins at once, others when the test says so."""
     large: bool = False
     """Whether a rank's rows are an object of two parts, rather than a small one."""
 
@@ -51,11 +52,6 @@ class Job:
     def columns(self) -> int:
         """Numbers of 8 bytes in a row."""
         return 6 * 2**20 // 8 // _ROWS + 5 if self.large else 1000
-
-    @property
-    def group(self) -> bool:
-        """Whether there is a process group: DTensors and collectives need one."""
-        return self.layout in ("fsdp", "hsdp") or self.by in ("collectives", "async")
 
     @property
     def report(self) -> Path:
@@ -67,13 +63,14 @@ class Job:
 
     def url(self, number: int) -> str:
         """Of a save."""
-        return f"{self.root}/step-{1 if self.overwrite else number:08d}"
+        return f"{ROOT}/step-{1 if self.overwrite else number:08d}"
 
 
 def make_whole_state(job: Job, number: int) -> dict[str, Any]:
     """The state of all ranks in a save, in one process."""
     shares = _shares(job)
-    state: dict[str, Any] = {"number": number, "rows": _rows(job, shares, number)}
+    rows = torch.arange(_ROWS * shares * job.columns).reshape(_ROWS * shares, job.columns)
+    state: dict[str, Any] = {"number": number, "rows": rows * 7 + number + 100 * job.attempt}
     state["small"] = {f"{each}": torch.arange(1000) * (number + each) for each in range(4)}
     if job.layout == "sharded":
         state |= {f"own-{rank}": torch.full((1000,), number * 8 + rank) for rank in range(job.world_size)}
@@ -84,12 +81,7 @@ def _shares(job: Job) -> int:
     return {"sharded": job.world_size, "fsdp": job.world_size, "plain": 1}.get(job.layout, 2)
 
 
-def _rows(job: Job, shares: int, number: int) -> torch.Tensor:
-    values = torch.arange(_ROWS * shares * job.columns).reshape(_ROWS * shares, job.columns)
-    return values * 7 + number + 100 * job.attempt
-
-
-def _make_state(job: Job, number: int, mesh: Any) -> dict[str, Any]:
+def _make_state(job: Job, number: int, mesh: Any = None) -> dict[str, Any]:
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
     from dcp_s3 import shard
@@ -111,17 +103,30 @@ def _make_state(job: Job, number: int, mesh: Any) -> dict[str, Any]:
     return state
 
 
-def save_when_told(job: Job) -> None:
-    begin(job.environment, job.directory / f"output-{job.attempt}-{job.rank}.log")
+def _begin(job: Job, *, group: bool) -> None:
+    begin({**job.environment, **_GLOO}, job.directory / f"output-{job.attempt}-{job.rank}.log")
     os.environ.update(RANK=str(job.rank), WORLD_SIZE=str(job.world_size))
     os.environ["AWS_ACCESS_KEY_ID"] = access_key(job.rank + 10 * job.attempt)  # tells the ranks apart
+    torch.set_num_threads(1)
+    if group:
+        import torch.distributed as dist
+
+        init, timeout = f"file://{job.directory / f'rendezvous-{job.attempt}'}", timedelta(seconds=100)
+        dist.init_process_group("gloo", init_method=init, rank=job.rank, world_size=job.world_size, timeout=timeout)
+
+
+def save_when_told(job: Job) -> None:
     clock = time.time
     time.time = lambda: clock() + 3600 * (job.rank - 1)  # hosts whose clocks are hours apart
+    in_mesh = job.layout in ("fsdp", "hsdp")
+    _begin(job, group=in_mesh or job.by in ("collectives", "async"))
+    from torch.distributed.device_mesh import init_device_mesh
+
     from dcp_s3 import errors
 
-    torch.set_num_threads(1)
     with job.report.open("a") as report:
-        mesh = _meet(job)
+        shape = (job.world_size,) if job.layout == "fsdp" else (job.world_size // 2, 2)
+        mesh = init_device_mesh("cpu", shape) if in_mesh else None
         save = _driver(job)
         for number in job.numbers:
             state = _make_state(job, number, mesh)
@@ -141,101 +146,57 @@ def save_when_told(job: Job) -> None:
         os._exit(0)  # without the group, whose end others may not see
 
 
-def _init_group(job: Job | Training, name: str, seconds: float) -> None:
-    import torch.distributed as dist
-
-    init, timeout = f"file://{job.directory / name}", timedelta(seconds=seconds)
-    dist.init_process_group("gloo", init_method=init, rank=job.rank, world_size=job.world_size, timeout=timeout)
-
-
-def _meet(job: Job) -> Any:
-    if not job.group:
-        return None
-    from torch.distributed.device_mesh import init_device_mesh
-
-    _init_group(job, f"rendezvous-{job.attempt}", 60)
-    if job.layout not in ("fsdp", "hsdp"):
-        return None
-    return init_device_mesh("cpu", (job.world_size,) if job.layout == "fsdp" else (job.world_size // 2, 2))
-
-
-def _driver(job: Job) -> Any:
+def _driver(job: Job) -> Callable[[int, dict[str, Any]], object]:
     import torch.distributed.checkpoint as dcp
 
     from dcp_s3 import CheckpointManager, S3StorageWriter
     from dcp_s3.manager.inflight import save_separately
 
-    if job.by == "manager":
-        manager = CheckpointManager(job.root, coordination="s3")
-
-        def save_with_manager(number: int, state: dict[str, Any]) -> None:
-            manager.save(number, state)
-            manager.wait()
-
-        return save_with_manager
+    manager = CheckpointManager(ROOT, coordination="s3") if job.by == "manager" else None
 
     def save(number: int, state: dict[str, Any]) -> None:
+        if manager is not None:
+            manager.save(number, state)
+            manager.wait()
+            return
         writer = S3StorageWriter(job.url(number), overwrite=job.overwrite, max_objects=2)
-        if job.by == "dcp":
-            dcp.save(state, storage_writer=writer, use_collectives=False)
-        elif job.by == "collectives":
-            dcp.save(state, storage_writer=writer)
-        elif job.by == "async":
+        if job.by == "async":
             future: Any = dcp.async_save(state, storage_writer=writer)
             future.result()
-        else:  # torch's own ends with a barrier where there is a group
+        elif job.by == "separately":  # torch's own ends with a barrier where there is a group
             save_separately(state, writer, job.rank)
+        else:
+            dcp.save(state, storage_writer=writer, use_collectives=job.by == "collectives")
 
     return save
 
 
-# --- what tests/soak/test_sigterm.py preempts -----------------------------------------------------------
+# --- a training that is preempted ------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Training:
+@dataclass(frozen=True, kw_only=True)
+class Training(Job):
     """What to do; pickled."""
 
-    root: str
-    directory: Path
-    environment: Mapping[str, str]
-    coordination: str
+    coordination: Literal["collectives", "s3"]
     group: bool
     """Whether there is a process group."""
     every: int
     """Number of steps from one save to the next."""
     step_seconds: float
-    rank: int
-    world_size: int
-
-    @property
-    def report(self) -> Path:
-        return self.directory / f"report-{self.rank}.txt"
-
-
-def make_state(step: int, rank: int | None, world_size: int) -> dict[str, Any]:
-    ranks = range(world_size) if rank is None else [rank]
-    own = {f"rank-{each}": torch.full((1000,), step * 8 + each) for each in ranks}
-    return {"model": {"weight": torch.arange(10_000) * step}, "step": step, **own}
 
 
 def train_for_ever(training: Training) -> None:
     """Train until SIGTERM, from the checkpoint that is there."""
-    begin(training.environment, training.directory / f"output-{training.rank}.log")
-    os.environ.update(RANK=str(training.rank), WORLD_SIZE=str(training.world_size))
+    _begin(training, group=training.group)
     from dcp_s3 import CheckpointManager, SaveEvery, SaveOnPreemption
     from dcp_s3.errors import SaveFailedError
 
-    torch.set_num_threads(1)
     meet = _lockstep(training)
     with training.report.open("a") as report:
-        manager = CheckpointManager(
-            training.root,
-            coordination=training.coordination,  # type: ignore[arg-type]
-            should_save=SaveEvery(steps=training.every) | SaveOnPreemption(),
-        )
-        state = make_state(0, training.rank, training.world_size)
-        first = manager.restore(state) or 0
+        should_save = SaveEvery(steps=training.every) | SaveOnPreemption()
+        manager = CheckpointManager(ROOT, coordination=training.coordination, should_save=should_save)
+        first = manager.restore(_make_state(training, 0)) or 0
         say(report, f"started {first}")
         for step in itertools.count(first + 1):
             time.sleep(training.step_seconds)
@@ -246,34 +207,27 @@ def train_for_ever(training: Training) -> None:
                 os._exit(1)
             say(report, f"step {step}")
             try:
-                if manager.save(step, make_state(step, training.rank, training.world_size)):
+                if manager.save(step, _make_state(training, step)):
                     say(report, f"began {step}")
             except SaveFailedError as error:  # an earlier one; the training goes on
                 say(report, f"failed {step} {error!r}"[:2000].replace("\n", " "))
                 continue
             if manager.preempted:
-                code = _close(manager)
+                code = 0
+                try:
+                    manager.close(retention_timeout=5.0)
+                except SaveFailedError:
+                    code = 143
                 say(report, f"ended {step} {code}")
                 os._exit(code)
 
 
-def _close(manager: Any) -> int:
-    from dcp_s3.errors import SaveFailedError
-
-    try:
-        manager.close(retention_timeout=5.0)
-    except SaveFailedError:
-        return 143
-    return 0
-
-
-def _lockstep(training: Training) -> Callable[[int], None]:
+def _lockstep(training: Training) -> Callable[[int], object]:
     """What makes the ranks go on together, as the collectives of a training do."""
     import torch.distributed as dist
 
     if training.group:
-        _init_group(training, "rendezvous", 120)
-        return lambda step: dist.all_reduce(torch.zeros(1))
+        return lambda _: dist.all_reduce(torch.zeros(1))
     store = dist.FileStore(str(training.directory / "meeting"), training.world_size)
     store.set_timeout(timedelta(seconds=120))
 
