@@ -17,10 +17,15 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed._shard import sharded_tensor
+from torch.distributed._shard.metadata import ShardMetadata
+from torch.distributed._shard.sharding_spec import ChunkShardingSpec
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 DTYPES = [
     torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2,
@@ -94,6 +99,9 @@ def assert_same(found: Any, expected: Any, path: str = "") -> None:
             assert_same(f, e, f"{path}/{i}")
     else:
         assert found == expected, path
+
+
+SMALL_PARTS = {"part_size": "5MiB"}
 
 
 def random_values(seed: int, *shape: int) -> torch.Tensor:
@@ -178,3 +186,28 @@ def _read_directory(directory: str) -> dict[str, Any]:
         state[name] = torch.zeros(entry.size, dtype=entry.properties.dtype) if is_tensor else None
     dcp.load(state, storage_reader=reader)
     return state
+
+
+def distribute(full: torch.Tensor, *placements: Any) -> DTensor:
+    """Over all ranks; of two placements the first is over two groups of them, if their number is even."""
+    world = dist.get_world_size()
+    shape = (world,) if len(placements) == 1 or world % 2 else (2, world // 2)
+    mesh = init_device_mesh("cpu", shape)
+    return distribute_tensor(full, mesh, placements[-len(shape) :], src_data_rank=None)
+
+
+def sharded_tensors(value: Callable[..., torch.Tensor]) -> tuple[Any, Any]:
+    """A ShardedTensor of given shards (3 + 5 rows), and one of a sharding spec (7 rows: 4 + 3)."""
+    rank = dist.get_rank()
+    start, rows = ((0, 3), (3, 5))[rank]
+    shard = sharded_tensor.Shard(
+        tensor=value(0, 8, 6)[start : start + rows].clone(),
+        metadata=ShardMetadata([start, 0], [rows, 6], f"rank:{rank}/cpu"),
+    )
+    given = sharded_tensor.init_from_local_shards([shard], 8, 6)
+    spec = ChunkShardingSpec(dim=0, placements=["rank:0/cpu", "rank:1/cpu"])
+    by_spec = sharded_tensor.zeros(spec, 7, 3)
+    for local in by_spec.local_shards():
+        first = local.metadata.shard_offsets[0]
+        local.tensor.copy_(value(1, 7, 3)[first : first + local.metadata.shard_sizes[0]])
+    return given, by_spec

@@ -19,8 +19,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import Shard
 
 from dcp_s3 import S3StorageReader, S3StorageWriter, errors
 from dcp_s3.format.metadata import load_metadata
@@ -29,7 +28,7 @@ from dcp_s3.settings import Settings
 from dcp_s3.spill.drain import stop_draining
 from tests.collectives import counted
 from tests.end_to_end.loads import failure, load, save
-from tests.end_to_end.states import assert_same, blank, random_values
+from tests.end_to_end.states import assert_same, blank, distribute, random_values
 from tests.faulty import BUCKET, FaultyServer, close_clients
 from tests.memory_s3 import Fault
 from tests.objects import separate_objects
@@ -162,12 +161,6 @@ def test_a_load_ends_when_nothing_moves_and_by_ctrl_c(hang: Any) -> None:
     assert_no_threads()
 
 
-def distribute(full: torch.Tensor) -> DTensor:
-    """By rows, over all ranks."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    return distribute_tensor(full, mesh, [Shard(0)], src_data_rank=None)
-
-
 def ranks_of(keys: Iterable[str]) -> list[int]:
     """Who wrote these objects."""
     found = (re.search(r"__(\d+)_\d+-[0-9a-f]+\.distcp$", key) for key in keys if key.endswith(".distcp"))
@@ -182,7 +175,7 @@ def failures_by_rank(outcome: Sequence[CheckpointException]) -> dict[int, BaseEx
 
 
 def _large_state(fill: float) -> dict[str, Any]:
-    return {f"e{n}": distribute(torch.full((2, 1_500_000), fill + n)) for n in range(4)}
+    return {f"e{n}": distribute(torch.full((2, 1_500_000), fill + n), Shard(0)) for n in range(4)}
 
 
 def _overwrite_failing(url: str) -> CheckpointException:
@@ -244,7 +237,7 @@ def asked(faulty: FaultyServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
 
 def _state_of_ranks(seed: int) -> dict[str, Any]:
     own = {dist.get_rank(): random_values(seed + dist.get_rank(), 5)}
-    sharded = distribute(random_values(seed, 7, 3))
+    sharded = distribute(random_values(seed, 7, 3), Shard(0))
     return {"sharded": sharded, "plain": random_values(seed, 5), "own": own, "step": seed}
 
 

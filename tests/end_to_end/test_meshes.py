@@ -19,9 +19,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed._shard import sharded_tensor
-from torch.distributed._shard.metadata import ShardMetadata
-from torch.distributed._shard.sharding_spec import ChunkShardingSpec
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
@@ -218,25 +215,14 @@ def make_state(mesh: Mesh) -> dict[str, Any]:
         state["weight"] = shard(own, global_shape=whole, offsets=(start, 0))
         state["norm"] = torch.zeros(7)
     elif mesh.kind == "sharded":
-        state["given"], state["by_spec"] = sharded_tensors()
+        state["given"], state["by_spec"] = sharded_tensors(
+            lambda number, *shape: full(("given", "by_spec")[number], torch.empty(shape))
+        )
     fill({name: each for name, each in state.items() if name not in ("given", "by_spec", "weight")})
     if mesh.kind == "kinds":
         torch.manual_seed(0)
         state["kinds"] = every_kind()
     return state
-
-
-def sharded_tensors() -> tuple[Any, Any]:
-    """A ShardedTensor of given shards (3 + 5 rows), and one of a sharding spec (7 rows: 4 + 3)."""
-    start, rows = ((0, 3), (3, 5))[rank()]
-    own = full("given", torch.empty(8, 6))[start : start + rows].clone()
-    place = ShardMetadata([start, 0], [rows, 6], f"rank:{rank()}/cpu")
-    given = sharded_tensor.init_from_local_shards([sharded_tensor.Shard(own, place)], 8, 6)
-    by_spec = sharded_tensor.zeros(ChunkShardingSpec(0, ["rank:0/cpu", "rank:1/cpu"]), 7, 3)
-    for each in by_spec.local_shards():
-        first, count = each.metadata.shard_offsets[0], each.metadata.shard_sizes[0]
-        each.tensor.copy_(full("by_spec", torch.empty(7, 3))[first : first + count])
-    return given, by_spec
 
 
 def replicas_on(mesh: Mesh) -> Callable[[str], Sequence[int]] | None:

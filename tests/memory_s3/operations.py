@@ -319,10 +319,10 @@ def parse_range(header: str | None, size: int) -> tuple[int, int] | None:
 
     Raises S3Error InvalidRange (416) if it lies outside the object.
     """
-    match = re.fullmatch(r"bytes=(\d+)-(\d+)", header or "")
+    match = re.fullmatch(r"bytes=(\d+)-(\d*)", header or "")  # boto3's own downloads leave the end of the last one open
     if match is None:
         return None
-    start, stop = int(match[1]), min(int(match[2]) + 1, size)
+    start, stop = int(match[1]), min(int(match[2]) + 1, size) if match[2] else size
     if start >= stop:
         raise S3Error(416, "InvalidRange", "The requested range is not satisfiable")
     return start, stop
