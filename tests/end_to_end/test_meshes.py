@@ -31,7 +31,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from dcp_s3 import CheckpointManager, S3StorageReader, S3StorageWriter, read_tensors, shard, verify
 from dcp_s3.format.metadata import load_metadata
 from tests.collectives import counted
-from tests.end_to_end.states import assert_same, bits, every_kind, local
+from tests.end_to_end.states import assert_same, bits, every_kind, local, sharded_tensors
 from tests.end_to_end.test_interchange import download, read_by_torch
 from tests.ranks import run_ranks
 from tests.servers import S3Server

@@ -301,19 +301,22 @@ def test_connections_whose_worth_a_transfer_did_not_see_are_judged_by_the_next(a
 
 
 @pytest.mark.parametrize(
-    ("cores", "ranks", "latency", "count"),
-    [(2, 1, 0, 4), (2, 1, 0.1, 32), (2, 4, 0.1, 8), (16, 1, 0.001, 32), (96, 8, 0, 24), (1, 8, 0.1, 4)],
-)
-def test_a_transfer_begins_with_as_many_as_keep_cores_busy(
-    cores: int, ranks: int, latency: float, count: int, monkeypatch: pytest.MonkeyPatch
+    ("cores", "ranks", "latency", "counts"),
+    [
+        (2, 1, 0, (4, 4)), (2, 1, 0.1, (32, 32)), (2, 4, 0.1, (8, 8)), (16, 1, 0.001, (4, 8)), (96, 8, 0, (4, 8)),
+        (6, 2, 0, (4, 6)), (1, 8, 0.1, (4, 4)),
+    ],
+)  # fmt: skip
+def test_a_transfer_begins_with_as_many_as_keep_cores_busy_and_leave_the_training_its_time(
+    cores: int, ranks: int, latency: float, counts: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(cores))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
     known = KnownBucket("test")
     known.latency = latency
-    assert known.width("upload").connections == count
+    assert (known.width("upload").connections, known.width("download").connections) == counts
     known.widths["upload"].connections = 7
-    assert known.width("upload").connections == count, "nothing was measured"
+    assert known.width("upload").connections == counts[0], "nothing was measured"
     known.widths["upload"] = Width(7, rate=1e6)
     assert known.width("upload").connections == 7
 
