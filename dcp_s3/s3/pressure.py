@@ -50,8 +50,9 @@ _FAR_SECONDS = 0.015
 """Latency from which on a store is taken for S3, or one as far away: S3 begins to answer after 20 to 200 ms."""
 _LEAST_IDLE = 0.1
 """Share of this host's CPU time that must be idle: more connections cost more, and move nothing without it."""
-_SLOW = 120e6
-"""Bytes per second and connection below which more connections may move more: S3's carry 90 MB/s."""
+_SLOW = 250e6
+"""Bytes per second and connection below which more connections may move more: S3's carry 90 MB/s, those of a store
+nearby 200 MB/s to more than 1 GB/s."""
 _WORTH = 1.1
 """The least by which the bytes per second must rise when connections are added."""
 _TRY_AGAIN_SECONDS = 60.0
