@@ -74,6 +74,7 @@ def put(expect: Expect | None = None, store: S3Store = STORE) -> Callable[[], No
         (ABSENT, [refusal(412), body(b"ours")], [{"IfNoneMatch"}, set()]),
         (ABSENT, [refusal(412), refusal(404, "NoSuchKey"), {}], [{"IfNoneMatch"}, set(), {"IfNoneMatch"}]),
         (ABSENT, [refusal(412), refusal(412), {}], [{"IfNoneMatch"}, set(), {"IfNoneMatch"}]),
+        (ABSENT, [refusal(409), {}], [{"IfNoneMatch"}, {"IfNoneMatch"}]),  # beside another conditional write
         (ABSENT, [refusal(501), refusal(501), {}], [{"IfNoneMatch"}, {"IfNoneMatch"}, set()]),
         (Expect('"e"'), [refusal(412), body(b"theirs"), {}], [{"IfMatch"}, set(), set()]),
     ],
