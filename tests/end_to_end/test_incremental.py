@@ -424,3 +424,13 @@ def test_each_checkpoint_is_whole_on_its_own(
     print(dict(done))
     assert min(done["saves that copied"], done["loaded alone"], done["killed"], done["pruned"]) > 0
     assert done["copied"] > done["bytes"] / 10
+
+
+@pytest.mark.servers("memory")
+def test_bits_are_compared_not_values(root: str) -> None:
+    """-0.0 equals 0.0, and NaN equals nothing."""
+    state = {"zero": torch.zeros(2 * MIB), "nan": torch.full((2 * MIB,), float("nan"))}
+    save(f"{root}/1", state)
+    state["zero"].neg_()
+    assert 8 * MIB < save(f"{root}/2", state).copied_bytes < 9 * MIB
+    assert_loads(f"{root}/2", state)
