@@ -20,7 +20,7 @@ from dcp_s3.coordination import driving, protocol, values
 from dcp_s3.coordination.driving import Driver, Watch
 from dcp_s3.coordination.identity import Attempt
 from dcp_s3.coordination.processes import settle_saves
-from dcp_s3.coordination.protocol import COMMITTED, EXISTS, SUPERSEDED, UNKNOWN, Member
+from dcp_s3.coordination.protocol import COMMITTED, DONE, EXISTS, SUPERSEDED, TAKEN, UNKNOWN, Get, Member, Put
 from dcp_s3.coordination.values import ABORTED, CLAIM, COMMITTING, FULL, OPEN, Claim, Intent, Key, Merged
 from dcp_s3.format.layout import METADATA, data_object
 from dcp_s3.retention.prune import prune
@@ -290,6 +290,16 @@ def test_a_store_without_conditional_writes_is_refused_before_a_byte_moves(lacks
     with pytest.raises(errors.SaveProtocolError, match=r"conditional writes .* Remedy: save with collectives"):
         run_one(Work(store, 0), 1.0)
     assert store.list("").objects == ()
+
+
+def test_a_put_holds_to_its_condition() -> None:
+    driver = Driver(MemoryStore(), URL, Member(0, ATTEMPT, "process"), 1.0)
+    first, second, third = (values.open_claim(ATTEMPT, each * 16, None, 1, "", "") for each in "012")
+    assert [driver.carry_out(Put(CLAIM, each, "")) for each in (first, second)] == [DONE, TAKEN]
+    assert driver.carry_out(Put(CLAIM, second, '"another"')) == TAKEN
+    found = driver.carry_out(Get(CLAIM))
+    assert found.body == first
+    assert driver.carry_out(Put(CLAIM, third, found.etag)) == DONE
 
 
 def test_a_store_that_does_not_answer_for_a_rank_timeout_ends_the_save_of_this_rank() -> None:

@@ -56,6 +56,12 @@ def upload(target: S3Store, data: bytes, key: str = "k") -> None:
 DATA = random.Random(1).randbytes(4 * PART + 99)
 
 
+def test_an_object_of_one_part_is_one_request(faulty: FaultyServer) -> None:
+    for data in (b"", DATA[:PART]):
+        upload(make_bucket("bucket"), data)
+    assert faulty.s3.counters.requests == {"PutObject": 2}
+
+
 PASSING = [
     Fault.error(503, "SlowDown"), Fault.error(500, "InternalError"), Fault.reset(), Fault.reset_request(100_000),
     Fault.apply_then_reset(),

@@ -31,6 +31,7 @@ from dcp_s3 import S3StorageWriter, errors, events, verify
 from dcp_s3.format.layout import manifest_object
 from dcp_s3.format.metadata import load_metadata
 from dcp_s3.save import split
+from dcp_s3.save.incremental import plan_changes
 from dcp_s3.save.plan import item_size, plan_buckets
 from dcp_s3.save.save import Save
 from dcp_s3.save.split import Rows, find_large, split_replicated, with_rows
@@ -70,6 +71,7 @@ def test_each_item_is_in_one_bucket_and_loads_are_level(sizes: list[int], others
         loads = [bucket.size for bucket in plan] + [0] * (min(buckets, len(items)) - len(plan))
         assert max(loads) - min(loads) <= max(map(item_size, items)) + others * item_size(bytes_item("x"))
     assert plan == plan_buckets(items, max_buckets=buckets, min_bucket_size=1)
+    assert plan == plan_changes(items, (), {}, max_buckets=buckets, min_bucket_size=1), "or where all has changed"
 
 
 # --- the rows of what several ranks hold ------------------------------------------------------------------
