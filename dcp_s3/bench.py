@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from dcp_s3 import errors
 from dcp_s3.failures import name_failed
 from dcp_s3.process import launch
-from dcp_s3.s3.store import S3Store
+from dcp_s3.s3.store import S3Store, store_of
 from dcp_s3.settings import environment, resolve_settings
 from dcp_s3.url import CheckpointURL, URLLike, parse_url
 
@@ -45,7 +45,7 @@ def bench(url: URLLike, *, size: int, ranks: int, rounds: int, progress: Callabl
     from torch.multiprocessing.spawn import ProcessExitedException
 
     scratch = parse_url(url).child(f"dcp-s3-bench-{uuid.uuid4().hex[:12]}")
-    store, found, is_over = S3Store(scratch.bucket, resolve_settings(_NOT_SPILLING)), list[Row](), False
+    store, found, is_over = store_of(scratch, resolve_settings(_NOT_SPILLING)), list[Row](), False
     try:
         store.put(scratch.key("probe"), b"")
         _remove(store, scratch)  # that this may be done is seen before anything large is written

@@ -137,11 +137,9 @@ class Cancelled(Exception):  # noqa: N818 - not an error of its own: another one
 
 
 class LinkedEvent(threading.Event):
-    """An event that is set by itself, or with another one."""
+    """An event that is set by itself, or with ``other``, if it has one."""
 
-    def __init__(self, other: threading.Event | None) -> None:
-        super().__init__()
-        self.other = other
+    other: threading.Event | None = None
 
     def is_set(self) -> bool:
         return super().is_set() or (self.other is not None and self.other.is_set())

@@ -13,7 +13,7 @@ from dcp_s3 import errors
 from dcp_s3.limit import Limit
 from dcp_s3.s3.bucket import creation_arguments
 from dcp_s3.s3.diagnosis import answered_code, answered_status
-from dcp_s3.s3.store import S3Store
+from dcp_s3.s3.store import store_of
 from dcp_s3.settings import Settings
 from dcp_s3.url import CheckpointURL
 
@@ -89,7 +89,7 @@ class Examination:
         if name is not None:
             arguments["Key"] = self.key(name)
         limit = replace(_LIMIT, attempts=attempts or _LIMIT.attempts)
-        return S3Store(self.url.bucket, self.settings, limit).request(operation, arguments.get("Key", ""), arguments)
+        return store_of(self.url, self.settings, limit).request(operation, arguments.get("Key", ""), arguments)
 
     def attempt(
         self, refusals: Collection[int], operation: str, name: str | None = None, **arguments: Any

@@ -23,7 +23,7 @@ from dcp_s3.errors import SaveProtocolError, StorageError
 from dcp_s3.format.layout import CLAIM
 from dcp_s3.limit import Limit
 from dcp_s3.process import Launch, launch
-from dcp_s3.s3.store import S3Store
+from dcp_s3.s3.store import store_of
 from dcp_s3.settings import Settings
 from dcp_s3.torch_private import default_store
 from dcp_s3.url import CheckpointURL
@@ -106,7 +106,7 @@ def current_attempt(where: CheckpointURL, settings: Settings) -> Attempt:
 
     def clock() -> float | None:
         try:
-            store = S3Store(where.bucket, settings, Limit(patience=_CLOCK_SECONDS, hang=_CLOCK_SECONDS))
+            store = store_of(where, settings, Limit(patience=_CLOCK_SECONDS, hang=_CLOCK_SECONDS))
             return store.page(where.key(CLAIM)).server_time
         except StorageError as error:
             what = "the clock of s3://%s cannot be read, so this attempt is not ordered by it: %s"

@@ -15,7 +15,7 @@ from dcp_s3.coordination.protocol import withdraw as withdraw_from
 from dcp_s3.coordination.values import Number
 from dcp_s3.errors import DcpS3Error, StorageError
 from dcp_s3.process import reset_in_child
-from dcp_s3.s3.store import S3Store
+from dcp_s3.s3.store import store_of
 from dcp_s3.settings import Settings
 from dcp_s3.store import Store
 from dcp_s3.url import CheckpointURL
@@ -133,7 +133,7 @@ def end_era(root: CheckpointURL, settings: Settings) -> None:
 
 def _abort(counted: CountedSave, settings: Settings, why: str, *, is_new: bool) -> None:
     member = make_member(counted.attempt, counted.url, overwrite=True)
-    driver = Driver(S3Store(counted.url.bucket, settings), counted.url, member, settings.rank_timeout)
+    driver = Driver(store_of(counted.url, settings), counted.url, member, settings.rank_timeout)
     counted.decided(driver.run(withdraw_from(member, counted.number, counted.step, why, is_new=is_new)))
 
 

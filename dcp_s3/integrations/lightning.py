@@ -41,7 +41,7 @@ from dcp_s3.integrations.saves import Saves, load_state
 from dcp_s3.load.reader import S3StorageReader
 from dcp_s3.manager.agree import Ranks
 from dcp_s3.retention.catalog import list_checkpoints
-from dcp_s3.s3.store import S3Store
+from dcp_s3.s3.store import store_of
 from dcp_s3.settings import SettingsLike, resolve_settings
 from dcp_s3.stage.stager import S3Stager
 from dcp_s3.url import is_s3_url, parse_url
@@ -224,7 +224,7 @@ class CheckpointFiles(fsspec.AbstractFileSystem):
 
     def _committed(self, path: str) -> CheckpointInfo | None:
         url = parse_url(_text(path))
-        found = inspect(S3Store(url.bucket, resolve_settings(None)), url)
+        found = inspect(store_of(url, resolve_settings(None)), url)
         return found.info if found and found.info.committed else None
 
 

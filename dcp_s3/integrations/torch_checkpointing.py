@@ -20,7 +20,7 @@ from dcp_s3.format.layout import FILES_PREFIX, METADATA, is_attachment_name
 from dcp_s3.integrations import files, require
 from dcp_s3.memory import crc_hex
 from dcp_s3.retention.prune import remove
-from dcp_s3.s3.store import S3Store
+from dcp_s3.s3.store import store_of
 from dcp_s3.settings import SettingsLike, resolve_settings
 from dcp_s3.store import StreamedObject
 from dcp_s3.url import is_s3_url, parse_url
@@ -90,7 +90,7 @@ class S3Storage(Storage):
 
     def __init__(self, config: S3StorageConfig) -> None:
         self._root, self._settings = parse_url(config.root), resolve_settings(config.settings)
-        self._store = S3Store(self._root.bucket, self._settings)
+        self._store = store_of(self._root, self._settings)
         self._rank, self._world_size = config.rank, config.world_size
         # Random id of each save that this process takes part in, and the files that it has written, by relative path.
         self._writing: dict[str, tuple[str, dict[str, ObjectEntry]]] = {}

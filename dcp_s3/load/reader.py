@@ -32,7 +32,7 @@ from dcp_s3.load.planner import check_filled
 from dcp_s3.load.read import LoadExecutor
 from dcp_s3.load.weights import Fetched, fetch, find_uncommitted
 from dcp_s3.process import collector_paused, launch
-from dcp_s3.s3.store import S3Store
+from dcp_s3.s3.store import store_of
 from dcp_s3.settings import Settings, SettingsLike, resolve_settings
 from dcp_s3.spill.local import LocalObjects
 from dcp_s3.store import Counters, Store
@@ -312,7 +312,7 @@ class S3StorageReader(StorageReader):
                 "S3StorageReader has no URL. Remedy: S3StorageReader('s3://bucket/prefix'), or pass "
                 "checkpoint_id='s3://bucket/prefix' to dcp.load"
             )
-        return self._url, S3Store(self._url.bucket, self.settings)
+        return self._url, store_of(self._url, self.settings)
 
     # --- what was stored besides the state --------------------------------------------------------------
 

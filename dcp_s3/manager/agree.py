@@ -21,7 +21,7 @@ from dcp_s3.errors import CheckpointError, ObjectNotFoundError, PreconditionFail
 from dcp_s3.failures import portable
 from dcp_s3.format.layout import board_object
 from dcp_s3.process import is_initialized, launch
-from dcp_s3.s3.store import S3Store
+from dcp_s3.s3.store import store_of
 from dcp_s3.settings import Settings
 from dcp_s3.store import ABSENT, Store
 from dcp_s3.torch_private import default_store
@@ -327,5 +327,5 @@ def find_store_ranks(root: CheckpointURL, settings: Settings, *, read_only: bool
         return StoreRanks(root, settings, found.rank, found.world_size, None, about)
     attempt = current_attempt(root, settings)
     is_alone = attempt.world_size == 1
-    keys = None if is_alone else ControlKeys(S3Store(root.bucket, settings), root, attempt, default_store())
+    keys = None if is_alone else ControlKeys(store_of(root, settings), root, attempt, default_store())
     return StoreRanks(root, settings, attempt.rank, attempt.world_size, keys, about)

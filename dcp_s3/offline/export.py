@@ -33,7 +33,7 @@ from dcp_s3.offline.names import new_names
 from dcp_s3.offline.place import Place, ahead
 from dcp_s3.offline.read import Fill, OpenCheckpoint, Target, cut
 from dcp_s3.s3.multipart import MAX_PARTS
-from dcp_s3.s3.store import S3Store
+from dcp_s3.s3.store import store_of
 from dcp_s3.settings import SettingsLike, resolve_settings
 from dcp_s3.units import parse_size
 from dcp_s3.url import parse_url
@@ -111,7 +111,7 @@ def export(
     few = given.model_copy(update={"concurrency": min(given.max_connections, _CONNECTIONS)})
     target, moved = Place.of(destination, few), on_progress or (lambda _: None)
     where = parse_url(url)
-    lease = ReaderLease(S3Store(where.bucket, given), where, given.reader_lease)
+    lease = ReaderLease(store_of(where, given), where, given.reader_lease)
     lease.take()  # it may take long: no prune deletes the checkpoint meanwhile
     with lease.renewed():
         checkpoint = OpenCheckpoint(where, given)

@@ -12,7 +12,7 @@ from itertools import islice
 from typing import TypeAlias, TypeVar
 
 from dcp_s3.limit import UNLIMITED
-from dcp_s3.s3.store import S3Store
+from dcp_s3.s3.store import store_of
 from dcp_s3.settings import Settings
 from dcp_s3.store import ListedObject, Store
 from dcp_s3.stores.directory import DirectoryStore
@@ -39,7 +39,7 @@ class Place:
     def of(cls, where: str | os.PathLike[str], settings: Settings) -> Place:
         if is_s3_url(where):
             url = parse_url(where)
-            return cls(str(url), S3Store(url.bucket, settings, UNLIMITED.shared(settings.stall_timeout)), url)
+            return cls(str(url), store_of(url, settings, UNLIMITED.shared(settings.stall_timeout)), url)
         return cls(os.fspath(where), DirectoryStore(where))
 
     def key(self, path: str) -> str:

@@ -24,7 +24,7 @@ from dcp_s3.load.plan import Box
 from dcp_s3.load.read import LoadExecutor
 from dcp_s3.load.weights import open_metadata
 from dcp_s3.offline.names import closest, matches
-from dcp_s3.s3.store import S3Store
+from dcp_s3.s3.store import store_of
 from dcp_s3.settings import Settings, SettingsLike, resolve_settings
 from dcp_s3.spill.local import LocalObjects
 from dcp_s3.torch_private import ReaderTransforms
@@ -188,7 +188,7 @@ class OpenCheckpoint:
 
     def __init__(self, url: CheckpointURL, settings: Settings) -> None:
         self.url, self.settings = url, settings
-        self.store = S3Store(url.bucket, settings)
+        self.store = store_of(url, settings)
         self.metadata = open_metadata(self.store, url)
         if not isinstance(self.metadata.storage_data, dict):
             raise errors.CorruptCheckpointError(f"the metadata of {url} does not say where its items lie", url=str(url))

@@ -26,7 +26,7 @@ from dcp_s3.limit import UNLIMITED
 from dcp_s3.load.weights import SUFFIX
 from dcp_s3.memory import ReadTarget, combine_crc64nvme, crc64nvme_between, crc_hex
 from dcp_s3.offline.place import OnProgress, OnTotal, ahead
-from dcp_s3.s3.store import S3Store
+from dcp_s3.s3.store import S3Store, store_of
 from dcp_s3.settings import SettingsLike, resolve_settings
 from dcp_s3.store import same_etag
 from dcp_s3.units import one_line, plural
@@ -127,7 +127,7 @@ def verify(
     """
     parsed = parse_url(url)
     resolved = resolve_settings(settings)
-    store = S3Store(parsed.bucket, resolved, UNLIMITED.shared(resolved.stall_timeout))
+    store = store_of(parsed, resolved, UNLIMITED.shared(resolved.stall_timeout))
     while True:
         directory = list_directory(store, parsed)
         if not directory.commits and any(path.endswith(SUFFIX) for path in directory.objects):

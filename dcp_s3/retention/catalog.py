@@ -22,7 +22,7 @@ from dcp_s3.format.control_files import Manifest
 from dcp_s3.format.layout import BOARD_PREFIX, METADATA, What, classify, step_of
 from dcp_s3.format.saved_entries import SavedEntry, needed_objects, saved_entries
 from dcp_s3.retention.plan import BOARDS, BOARDS_STAY, CatalogSnapshot, OpenUpload
-from dcp_s3.s3.store import S3Store
+from dcp_s3.s3.store import store_of
 from dcp_s3.settings import SettingsLike, resolve_settings
 from dcp_s3.spill.local import find_commits
 from dcp_s3.spill.store import SpillStore
@@ -51,7 +51,7 @@ class CheckpointCatalog:
     def __init__(self, root: URLLike, *, settings: SettingsLike = None, store: Store | None = None) -> None:
         self.root = parse_url(root)
         self.settings = resolve_settings(settings)
-        self.store = S3Store(self.root.bucket, self.settings) if store is None else store
+        self.store = store_of(self.root, self.settings) if store is None else store
 
     def checkpoints(self) -> list[CheckpointInfo]:
         """The checkpoints, oldest first. An uncommitted one is ``in_progress``, or ``leftover`` if it is older than the
@@ -300,7 +300,7 @@ def describe(where: URLLike, *, settings: SettingsLike = None, store: Store | No
         InvalidURLError, SettingsError, StorageError
     """
     url = parse_url(where)
-    store = S3Store(url.bucket, resolve_settings(settings)) if store is None else store
+    store = store_of(url, resolve_settings(settings)) if store is None else store
     looked = inspect(store, url, whole=True)
     if looked is None:
         raise not_found_error(url, "nothing of a checkpoint")

@@ -15,7 +15,7 @@ from dcp_s3.checkpoint.look import inspect, read_added
 from dcp_s3.format.control_files import AddedMetrics, check_added
 from dcp_s3.format.layout import METRICS, PIN
 from dcp_s3.s3 import retry
-from dcp_s3.s3.store import S3Store
+from dcp_s3.s3.store import store_of
 from dcp_s3.settings import SettingsLike, resolve_settings
 from dcp_s3.store import Expect, Store
 from dcp_s3.url import CheckpointURL, URLLike, parse_url
@@ -92,7 +92,7 @@ def unpin(url: URLLike, *, settings: SettingsLike = None, store: Store | None = 
     True
     """
     where = parse_url(url)
-    store = S3Store(where.bucket, resolve_settings(settings)) if store is None else store
+    store = store_of(where, resolve_settings(settings)) if store is None else store
     pinned = store.exists(where.key(PIN))
     if pinned:
         store.delete([where.key(PIN)])
@@ -103,7 +103,7 @@ def _open_committed(
     url: URLLike, settings: SettingsLike, store: Store | None
 ) -> tuple[CheckpointURL, Store, CheckpointInfo]:
     where = parse_url(url)
-    store = S3Store(where.bucket, resolve_settings(settings)) if store is None else store
+    store = store_of(where, resolve_settings(settings)) if store is None else store
     found = inspect(store, where)
     if found is None or not found.info.committed:
         raise not_found_error(where)

@@ -23,7 +23,7 @@ from dcp_s3.limit import STALL_SETTING
 from dcp_s3.retention.catalog import CheckpointCatalog
 from dcp_s3.retention.plan import BOARDS, OpenUpload, Plan
 from dcp_s3.retention.policy import PolicyFunction, parse_policy, policy_from_settings
-from dcp_s3.s3.store import S3Store
+from dcp_s3.s3.store import store_of
 from dcp_s3.settings import Settings, SettingsLike, resolve_settings
 from dcp_s3.store import DeleteTarget, Store
 from dcp_s3.units import format_size, one_line, parse_duration, plural
@@ -193,7 +193,7 @@ def apply_plan(
     True
     """
     where, resolved = parse_url(root), resolve_settings(settings)
-    store = S3Store(where.bucket, resolved) if store is None else store
+    store = store_of(where, resolved) if store is None else store
     return _apply(store, where, lambda: plan, resolved, progress, on_event)
 
 

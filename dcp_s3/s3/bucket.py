@@ -274,8 +274,8 @@ def map_in_threads(store: SelfBucket, function: Callable[[SelfBucket, T], U], it
                 raise Cancelled
             results.append(function(store, item))
         return results
-    failed = _Failed(caller)
-    failed.share = room // len(items)
+    failed = _Failed()
+    failed.other, failed.share = caller, room // len(items)
     bounded = store.within(replace(store.limit, cancel=failed))
 
     def work(item: T) -> Any:

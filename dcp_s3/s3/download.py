@@ -92,21 +92,23 @@ class _Request(Flight):
         start: first byte of the object that ``targets`` take.
         targets: memory of its own.
         etag: ETag of the version to read, empty for any; it is filled in by the first answer.
-        stop: event that is set when the request is useless.
+        cancel: event with which `stop` is set, too.
         moved: called with the number of bytes that have arrived.
 
     Attributes:
+        stop: event that is set when the request is useless.
         total, done: bytes of all targets, and those that have arrived.
         idle: seconds for which nothing has come, as the watcher sees them.
         rest: what another request was faster to receive; its bytes follow those that are done.
     """
 
     def __init__(
-        self, key: str, start: int, targets: Sequence[ReadTarget], etag: list[str], stop: LinkedEvent, hedges: Hedges,
-        *, block: int = _BLOCK, moved: Moved | None = None,
+        self, key: str, start: int, targets: Sequence[ReadTarget], etag: list[str], cancel: threading.Event | None,
+        hedges: Hedges, *, block: int = _BLOCK, moved: Moved | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
-        self.start, self.etag, self.stop = start, etag, stop
+        self.start, self.etag, self.stop = start, etag, LinkedEvent()
+        self.stop.other = cancel
         self._key, self._hedges, self._block, self._moved = key, hedges, block, moved
         self._targets = [target for target in targets if target.view.nbytes]
         self._index = self._offset = self.done = 0
@@ -193,8 +195,8 @@ class Race:
         *, moved: Moved | None = None,
     ) -> None:  # fmt: skip
         self._store, self._key, self.hedges = store, key, store.known.hedges
-        stop = LinkedEvent(store.limit.cancel)
-        self.own = _Request(key, start, targets, [] if etag is None else [etag], stop, self.hedges, moved=moved)
+        cancel, etags = store.limit.cancel, [] if etag is None else [etag]
+        self.own = _Request(key, start, targets, etags, cancel, self.hedges, moved=moved)
         self.second: _Request | None = None
         self.thread: threading.Thread | None = None
         self.is_closed = False
@@ -229,7 +231,7 @@ class Race:
                     # Unlike a bytearray, a mapping is not touched before bytes arrive.
                     data = memoryview(mmap.mmap(-1, own.total - first))
                     second = _Request(
-                        self._key, own.start + first, [ReadTarget(data)], list(own.etag), LinkedEvent(own.stop),
+                        self._key, own.start + first, [ReadTarget(data)], list(own.etag), own.stop,
                         self.hedges, block=_BLOCK_OF_SECOND,
                     )  # fmt: skip
                     thread = threading.Thread(target=self._run, args=(second, data, first), name="dcp_s3-hedge")

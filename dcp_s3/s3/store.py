@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from dcp_s3.limit import UNLIMITED, Limit
 from dcp_s3.memory import Piece
 from dcp_s3.s3 import download, listing, multipart
 from dcp_s3.s3.bucket import Bucket, map_in_threads
 from dcp_s3.s3.pressure import Tuning
 from dcp_s3.s3.upload import Uploader
+from dcp_s3.settings import Settings
 from dcp_s3.store import Counters, ReadWidth, Store, StreamedObject
+from dcp_s3.url import CheckpointURL
 
 
 @dataclass(frozen=True)
@@ -49,3 +52,8 @@ class S3Store(Bucket, Store):
             multipart.copy_object(self, source, source_key, key)
         else:
             super().copy(source, source_key, key)
+
+
+def store_of(url: CheckpointURL, settings: Settings, limit: Limit = UNLIMITED) -> S3Store:
+    """The store of a URL's bucket."""
+    return S3Store(url.bucket, settings, limit)

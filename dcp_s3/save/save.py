@@ -24,7 +24,7 @@ from dcp_s3.format.layout import DCP_VERSION, metadata_object, step_of
 from dcp_s3.limit import Deadline, Limit
 from dcp_s3.process import collector_paused, world_size
 from dcp_s3.s3.multipart import can_copy
-from dcp_s3.s3.store import S3Store
+from dcp_s3.s3.store import store_of
 from dcp_s3.save.incremental import find_unchanged, plan_changes, recall, remember
 from dcp_s3.save.objects import ItemWriteResult, write_buckets
 from dcp_s3.save.plan import OBJECTS_PER_RANK, WriteBucket, check_shards, plan_buckets
@@ -83,7 +83,7 @@ class Save:
     def __post_init__(self) -> None:
         self.world_size = world_size()  # now: data may be written in a process that has no process group
         self._beginning, self._began = Beginning(), time.monotonic()
-        self._s3 = S3Store(self.url.bucket, self.settings)
+        self._s3 = store_of(self.url, self.settings)
         self._identity = SaveIdentity(self.url, self.save_id)
         disk = open_store(self.settings) if self.spills and self.settings.spill_dir is not None else None
         store: Store = self._s3

@@ -28,7 +28,7 @@ from dcp_s3.events import Listener, SaveFailed, SaveStarted, emit
 from dcp_s3.failures import called_by_dcp, frames_of_others
 from dcp_s3.format.control_files import check_extra
 from dcp_s3.format.layout import metadata_object, step_of
-from dcp_s3.s3.store import S3Store
+from dcp_s3.s3.store import store_of
 from dcp_s3.save.joint import begin_joint_save
 from dcp_s3.save.plan import OBJECTS_PER_RANK
 from dcp_s3.save.save import Save
@@ -338,7 +338,7 @@ class S3StorageWriter(StorageWriter, AsyncStager):
         url = self._choose_url() if save is None else save.url
         deadline = None if timeout is None else time.monotonic() + timeout
         drain_url(self.settings, str(url), timeout)
-        store, pause = S3Store(url.bucket, self.settings), _SHORTEST_PAUSE
+        store, pause = store_of(url, self.settings), _SHORTEST_PAUSE
         while True:
             try:
                 if save.is_committed() if save is not None else store.exists(url.key(metadata_object())):

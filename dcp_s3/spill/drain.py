@@ -28,7 +28,7 @@ from dcp_s3.format.control_files import Manifest
 from dcp_s3.limit import Limit
 from dcp_s3.memory import Piece, crc_hex
 from dcp_s3.process import reset_in_child
-from dcp_s3.s3.store import S3Store
+from dcp_s3.s3.store import store_of
 from dcp_s3.settings import stored_settings
 from dcp_s3.spill.journal import JournalError, SpilledCommit, SpilledObject, State
 from dcp_s3.spill.store import DamagedFileError, SpilledSave, SpillStore, read_journal
@@ -115,7 +115,7 @@ class Drainer:
             settings = stored_settings(save.journal.settings)
         except errors.SettingsError as error:
             raise DamagedFileError(f"the settings in its journal are not allowed: {error}") from None
-        store = S3Store(url.bucket, settings, Limit(patience=self._patience))
+        store = store_of(url, settings, Limit(patience=self._patience))
         if save.journal.state is State.WRITING:
             if save.is_being_written():
                 return "it is being written"

@@ -33,7 +33,7 @@ from dcp_s3.errors import SaveFailedError, StagingError
 from dcp_s3.integrations import prometheus, require
 from dcp_s3.integrations.saves import Saves
 from dcp_s3.manager.agree import Ranks
-from dcp_s3.s3.store import S3Store
+from dcp_s3.s3.store import store_of
 from dcp_s3.settings import Settings, resolve_settings
 from dcp_s3.stage.stager import S3Stager
 from dcp_s3.url import parse_url
@@ -377,7 +377,7 @@ def test_a_url_that_is_saved_to_again_is_not_removed(faulty: FaultyServer, saves
 def test_what_a_killed_save_left_there_does_not_keep_a_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
     later = [0.0]
     with serve(monkeypatch, FaultyServer(clock=lambda: time.time() + later[0])):
-        S3Store(parse_url(A).bucket, Settings()).put("run/epoch=0-step=4.ckpt/__0_0-0123456789abcdef.distcp", b"left")
+        store_of(parse_url(A), Settings()).put("run/epoch=0-step=4.ckpt/__0_0-0123456789abcdef.distcp", b"left")
         later[0] = 60.0
         saves = make()
         save(saves, A, 4)

@@ -22,7 +22,7 @@ from dcp_s3.integrations.files import BLOCK, OpenFile, ReadStream, WriteStream, 
 from dcp_s3.memory import Piece, crc64nvme, crc_hex
 from dcp_s3.retention.catalog import CheckpointCatalog
 from dcp_s3.retention.prune import apply_plan, remove
-from dcp_s3.s3.store import S3Store
+from dcp_s3.s3.store import store_of
 from dcp_s3.settings import Settings
 from dcp_s3.store import Store, StreamedObject
 from dcp_s3.url import parse_url
@@ -282,7 +282,7 @@ def test_what_earlier_attempts_left_goes_with_the_checkpoint() -> None:
 
 @pytest.mark.servers("memory")
 def test_copies_look_at_files(root: str) -> None:
-    store = S3Store(parse_url(root).bucket, Settings())
+    store = store_of(parse_url(root), Settings())
     urls = [parse_url(f"{root}/step-{number}") for number in range(3)]
     for url, nonce in zip(urls, ["a", "a", "b"], strict=True):
         put_record(store, url, 0, nonce)

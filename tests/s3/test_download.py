@@ -17,7 +17,7 @@ import pytest
 
 import dcp_s3
 from dcp_s3 import errors
-from dcp_s3.limit import Cancelled, Limit, LinkedEvent
+from dcp_s3.limit import Cancelled, Limit
 from dcp_s3.memory import ReadTarget, crc64nvme
 from dcp_s3.s3 import hedge, retry
 from dcp_s3.s3.download import Race, _Request
@@ -220,7 +220,7 @@ def test_a_second_request_wins_only_with_the_version_of_what_is_there(
 ) -> None:
     """The first one's head may come after the second was begun, of any version, or of one without an ETag."""
     race, data = Race(put(), "k", 0, [ReadTarget(memoryview(bytearray(10)))]), memoryview(bytearray(10))
-    second = _Request("k", 0, [ReadTarget(data)], [theirs] if theirs else [], LinkedEvent(None), race.hedges)
+    second = _Request("k", 0, [ReadTarget(data)], [theirs] if theirs else [], None, race.hedges)
     second.advance(10)  # it has all its bytes
     race.own.etag += [ours] if ours else []
     if done:

@@ -193,7 +193,7 @@ SETTINGS = resolve_settings({"rank_timeout": 1.0})
 @pytest.fixture
 def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[MemoryStore]:
     store = MemoryStore()
-    monkeypatch.setattr(save, "S3Store", lambda *_: store)
+    monkeypatch.setattr(save, "store_of", lambda *_: store)
     yield store
     joint._learned.clear()
     for thread in threading.enumerate():

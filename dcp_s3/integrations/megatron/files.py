@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from dcp_s3.errors import CheckpointNotFoundError, EntryNotFoundError, ObjectNotFoundError
 from dcp_s3.load.reader import S3StorageReader
-from dcp_s3.s3.store import S3Store
+from dcp_s3.s3.store import S3Store, store_of
 from dcp_s3.settings import SettingsLike, resolve_settings
 from dcp_s3.url import CheckpointURL, URLLike, is_s3_url, parse_url
 
@@ -138,7 +138,7 @@ class Files:
             raise FileNotFoundError(f"{parse_url(path)} is not there: {error}") from error
 
     def _store(self, url: CheckpointURL) -> S3Store:
-        return S3Store(url.bucket, resolve_settings(self._settings))
+        return store_of(url, resolve_settings(self._settings))
 
 
 class _Outgoing:
